@@ -1,0 +1,1 @@
+"""Scripts that train the embedded models; see docs/embedded-models.md."""

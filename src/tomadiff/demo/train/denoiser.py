@@ -1,0 +1,96 @@
+"""Train one of the two denoisers on encoded pictures.
+
+python -m tomadiff.demo.train.denoiser --model emoji-flux --out runs --until 6000
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import cache
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import nn
+
+from ..captions import caption, held_out_pairs, subjects
+from . import autoencoder, latents
+from .flux import FluxModel
+from .loop import Recipe, Training, stop_on_signal
+from .pictures import grid
+from .stages import STAGES, Stage, learning_rate, locate
+from .xl import XLModel
+
+MODELS: dict[str, type[FluxModel] | type[XLModel]] = {"emoji-flux": FluxModel, "emoji-xl": XLModel}
+SAMPLE_STEPS = 20
+
+
+def held_out_captions(count: int) -> list[str]:
+    """Captions no model was trained on, spread over all subjects; two thirds have plain backgrounds."""
+    names = subjects()
+    plain = held_out_pairs("plain")
+    others = held_out_pairs("gradient") + held_out_pairs("two-tone")
+    picked = [plain[index * len(plain) // count] for index in range(count)]
+    for index in range(2, count, 3):
+        picked[index] = others[index * len(others) // count]
+    return [caption(names[point], background) for point, background in picked]
+
+
+def draw_sheet(module: FluxModel | XLModel, out: Path, resolution: int, path: Path, count: int = 16) -> None:
+    """Write a sheet of held-out captions drawn by `module` at `resolution` pixels."""
+    noise = torch.Generator().manual_seed(0)
+    drawn = module.sample(held_out_captions(count), resolution // 4, SAMPLE_STEPS, noise)
+    with torch.no_grad():
+        pictures = torch.cat([autoencoder.load(out).decode(part).sample for part in drawn.split(4)])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(grid(pictures, 8).numpy()).save(path)
+
+
+def recipe(out: Path, name: str, stages: tuple[Stage, ...]) -> Recipe:
+    """How a denoiser is trained."""
+
+    @cache
+    def pool(resolution: int) -> latents.Pool:
+        return latents.load(out, resolution)
+
+    def loss_at(module: nn.Module, step: int, generator: torch.Generator) -> torch.Tensor:
+        stage, inside = locate(stages, step)
+        pictures, tokens = pool(stage.resolution).draw(stage.batch, generator)
+        return module.loss(pictures, tokens, inside, generator)
+
+    def report(module: nn.Module, step: int) -> dict[str, float]:
+        resolution = locate(stages, step - 1)[0].resolution
+        draw_sheet(module, out, resolution, out / name / "samples" / f"{step:06d}.png")
+        print(f"{name} step {step} at {resolution} px", flush=True)
+        return {"resolution": resolution}
+
+    return Recipe(loss_at, lambda step: learning_rate(stages, step), report)
+
+
+def prepare(out: Path, name: str, compiled: bool) -> Training:
+    """The training of a model as its checkpoint left it, or from the start."""
+    torch.manual_seed(0)
+    training = Training(MODELS[name](), recipe(out, name, STAGES[name]), out / name)
+    if compiled:
+        training.module.compile_parts()
+    return training
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=sorted(MODELS), required=True)
+    parser.add_argument("--out", type=Path, default=Path("runs"))
+    parser.add_argument("--until", type=int, help="last step; default: the end of the last stage")
+    parser.add_argument("--compile", action="store_true", help="use torch.compile where it helps")
+    options = parser.parse_args()
+    torch.set_flush_denormal(True)
+    stop_on_signal()
+    until = options.until or sum(stage.steps for stage in STAGES[options.model])
+    prepare(options.out, options.model, options.compile).run(until)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""`emoji-flux`: a small Flux transformer with its text encoders, trained by flow matching."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from torch import nn
+
+from . import text, vocabulary
+
+FINAL_TOKENS_PER_SIDE = 32
+
+
+class FluxModel(nn.Module):
+    """Everything of the pipeline that is trained."""
+
+    def __init__(
+        self, heads: int = 4, dual_blocks: int = 2, single_blocks: int = 5, text_layers: int = 2
+    ) -> None:
+        super().__init__()
+        width = heads * 64
+        self.transformer = FluxTransformer2DModel(
+            patch_size=1,
+            in_channels=32,
+            num_layers=dual_blocks,
+            num_single_layers=single_blocks,
+            attention_head_dim=64,
+            num_attention_heads=heads,
+            joint_attention_dim=width,
+            pooled_projection_dim=text.CLIP_WIDTH,
+            guidance_embeds=False,
+            axes_dims_rope=(16, 24, 24),
+        )
+        self.text_encoder = text.clip(text_layers)
+        self.text_encoder_2 = text.t5(width, text_layers)
+
+    def compile_parts(self) -> None:
+        """Fuse the many small operations of the transformer; worth it from about a thousand steps on."""
+        self.transformer.compile(dynamic=False)
+
+    def loss(
+        self, latents: torch.Tensor, tokens: torch.Tensor, step: int, generator: torch.Generator
+    ) -> torch.Tensor:
+        """Mean squared error of the velocity. latents: (B, 8, H, W); tokens: (B, T)"""
+        image = pack(latents)
+        noise = torch.randn(image.shape, generator=generator)
+        time = torch.sigmoid(
+            torch.randn(len(image), generator=generator) + math.log(shift(latents.shape[-1]))
+        )
+        mixed = torch.lerp(image, noise, time.view(-1, 1, 1))
+        # The pipeline pads prompts to 512 tokens unless told otherwise; so now and then show more padding than
+        # a caption needs, as much as the number of image tokens makes affordable.
+        padding = image.shape[1] // 2 if step % 16 == 0 else 0
+        predicted = self(mixed, time, F.pad(tokens, (0, padding), value=vocabulary.PAD), eager=padding > 0)
+        return F.mse_loss(predicted, noise - image)
+
+    def forward(
+        self, image: torch.Tensor, time: torch.Tensor, tokens: torch.Tensor, eager: bool = True
+    ) -> torch.Tensor:
+        """Velocity. image: (B, N, 32); time: (B,), 0 picture, 1 noise; tokens: (B, T) -> (B, N, 32)"""
+        words = self.text_encoder_2(tokens)[0]
+        pooled = self.text_encoder(tokens[:, : vocabulary.MAX_TOKENS]).pooler_output
+        call = self.transformer.forward if eager else self.transformer
+        return call(
+            hidden_states=image,
+            encoder_hidden_states=words,
+            pooled_projections=pooled,
+            timestep=time,
+            img_ids=positions(math.isqrt(image.shape[1])),
+            txt_ids=torch.zeros(words.shape[1], 3),
+            return_dict=False,
+        )[0]
+
+    @torch.no_grad()
+    def sample(self, captions: list[str], side: int, steps: int, generator: torch.Generator) -> torch.Tensor:
+        """Euler's method from noise. -> latents (B, 8, side, side)"""
+        tokens = vocabulary.encode(captions)
+        image = torch.randn(len(captions), (side // 2) ** 2, 32, generator=generator)
+        times = torch.linspace(1, 0, steps + 1)
+        times = shift(side) * times / (1 + (shift(side) - 1) * times)
+        for now, following in pairwise(times):
+            image = image + (following - now) * self(image, now.expand(len(image)), tokens)
+        return unpack(image, side)
+
+    def pipeline(self, vae: AutoencoderKL) -> FluxPipeline:
+        """The real pipeline around these modules."""
+        return FluxPipeline(
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=shift(2 * FINAL_TOKENS_PER_SIDE)),
+            vae=vae,
+            text_encoder=self.text_encoder,
+            tokenizer=vocabulary.build(),
+            text_encoder_2=self.text_encoder_2,
+            tokenizer_2=vocabulary.build(),
+            transformer=self.transformer,
+        )
+
+
+def shift(side: int) -> float:
+    """How much the noise levels move up for latents of this side: 1 at 64 pixels, 2 at 256.
+
+    More pixels show the same picture, so it takes more noise to hide it.
+    """
+    return math.sqrt(side / 16)
+
+
+def positions(side: int) -> torch.Tensor:
+    """Rotary positions of side x side tokens, over the range of the final resolution. -> (side * side, 3)"""
+    scale = FINAL_TOKENS_PER_SIDE / side
+    place = (torch.arange(side) + 0.5) * scale - 0.5
+    rows, columns = torch.meshgrid(place, place, indexing="ij")
+    return torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).view(-1, 3)
+
+
+def pack(latents: torch.Tensor) -> torch.Tensor:
+    """(B, C, H, W) -> (B, H/2 * W/2, 4 C), in the pipeline's order"""
+    return F.pixel_unshuffle(latents, 2).flatten(2).transpose(1, 2).contiguous()
+
+
+def unpack(image: torch.Tensor, side: int) -> torch.Tensor:
+    """(B, N, 4 C) -> (B, C, side, side)"""
+    return F.pixel_shuffle(image.transpose(1, 2).unflatten(2, (side // 2, side // 2)), 2)

@@ -1,0 +1,105 @@
+"""Encode captioned pictures once, so that training the denoisers never runs the autoencoder.
+
+python -m tomadiff.demo.train.latents --out runs --resolution 64
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKL
+
+from ..captions import Background, caption, pairs, subjects
+from . import autoencoder, vocabulary
+from .data import Glyphs, load_glyphs
+from .pictures import composite, render, shrink
+
+# How many pictures with gradients and two tones; all plain ones are always there.
+TWO_COLOURED = {64: 30_000, 128: 10_000, 256: 5_000}
+EMPTY_CAPTION_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Pool:
+    """latents: (N, 8, S, S) float16; tokens: (N, 16) int64; the first `plain` rows have plain backgrounds."""
+
+    latents: torch.Tensor
+    tokens: torch.Tensor
+    plain: int
+
+    def draw(self, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """A batch, half of it plain; one caption in ten is empty. -> (count, 8, S, S) float32, (count, 16)"""
+        half = count // 2
+        plain = torch.randint(0, self.plain, (half,), generator=generator)
+        others = torch.randint(self.plain, len(self.latents), (count - half,), generator=generator)
+        rows = torch.cat([plain, others])
+        empty = torch.rand(count, 1, generator=generator) < EMPTY_CAPTION_SHARE
+        tokens = torch.where(empty, vocabulary.encode([""]), self.tokens[rows])
+        return self.latents[rows].float(), tokens
+
+
+def chosen_pairs(resolution: int) -> tuple[list[tuple[int, Background]], int]:
+    """The pairs to encode, plain ones first, and how many of them are plain. None of them is held out."""
+    plain = pairs(held_out=False, kind="plain")
+    others = pairs(held_out=False, kind="gradient") + pairs(held_out=False, kind="two-tone")
+    order = torch.randperm(len(others), generator=torch.Generator().manual_seed(resolution))
+    return plain + [others[index] for index in order[: TWO_COLOURED[resolution]].tolist()], len(plain)
+
+
+@torch.no_grad()
+def encode(
+    vae: AutoencoderKL, glyphs: Glyphs, chosen: list[tuple[int, Background]], resolution: int
+) -> torch.Tensor:
+    """-> (len(chosen), 8, resolution / 4, resolution / 4) float16"""
+    points = sorted({point for point, _ in chosen})
+    small = shrink(glyphs.pictures[glyphs.rows(points)], resolution)
+    row_of = {point: row for row, point in enumerate(points)}
+    behind = {background: render(background, resolution) for _, background in chosen}
+    side = resolution // 4
+    latents = torch.empty(len(chosen), 8, side, side, dtype=torch.float16)
+    batch = max(1, 65536 // resolution**2)
+    for start in range(0, len(chosen), batch):
+        part = chosen[start : start + batch]
+        rows = torch.tensor([row_of[point] for point, _ in part])
+        pictures = composite(small[rows], torch.stack([behind[background] for _, background in part]))
+        latents[start : start + batch] = vae.encode(pictures).latent_dist.mode().half()
+    return latents
+
+
+def load(out: Path, resolution: int) -> Pool:
+    """The pool of one resolution, encoded the first time and memory-mapped afterwards."""
+    path = out / "latents" / f"{resolution}.pt"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        chosen, plain = chosen_pairs(resolution)
+        names = subjects()
+        tokens = vocabulary.encode([caption(names[point], background) for point, background in chosen])
+        latents = encode(autoencoder.load(out), load_glyphs(out), chosen, resolution)
+        partial = path.with_suffix(".partial")
+        torch.save({"latents": latents, "tokens": tokens, "plain": plain}, partial)
+        os.replace(partial, path)
+    return Pool(**torch.load(path, mmap=True, weights_only=True))
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs"))
+    parser.add_argument("--resolution", type=int, choices=sorted(TWO_COLOURED), required=True)
+    options = parser.parse_args()
+    pool = load(options.out, options.resolution)
+    latents = pool.latents[:: max(1, len(pool.latents) // 1000)].float()
+    print(
+        f"{len(pool.latents)} pictures, {pool.plain} of them plain; "
+        f"mean {latents.mean():.3f}, std {latents.std():.3f}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""A training loop that can be stopped at any moment and continues as if it had not been.
+
+Everything random in step n comes from a generator seeded with (seed, n), so the state after n steps depends
+neither on interruptions nor on how often samples were drawn.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+stop_requested = threading.Event()
+
+
+def stop_on_signal() -> None:
+    """From now on SIGTERM and SIGINT end the loop after the step in progress, with a checkpoint."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop_requested.set())
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one model is trained. `loss_at(module, step, generator)` draws a batch and returns a scalar."""
+
+    loss_at: Callable[[nn.Module, int, torch.Generator], torch.Tensor]
+    lr_at: Callable[[int], float]
+    report: Callable[[nn.Module, int], dict[str, float]] | None = None
+    report_every: int = 500
+    log_every: int = 20
+    save_seconds: float = 240.0
+    ema_decay: float = 0.999
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    seed: int = 0
+
+
+@dataclass
+class Training:
+    """A module, its moving average, its optimiser and the number of steps taken, kept in `folder`."""
+
+    module: nn.Module
+    recipe: Recipe
+    folder: Path
+    step: int = 0
+    ema: nn.Module = field(init=False)
+    optimizer: torch.optim.AdamW = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ema = copy.deepcopy(self.module).requires_grad_(False).eval()
+        self.optimizer = torch.optim.AdamW(
+            self.module.parameters(),
+            lr=0.0,
+            betas=(0.9, 0.99),
+            weight_decay=self.recipe.weight_decay,
+            fused=True,
+        )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.checkpoint.exists():
+            state = torch.load(self.checkpoint, weights_only=True)
+            self.module.load_state_dict(state["module"])
+            self.ema.load_state_dict(state["ema"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.step = state["step"]
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoint.pt"
+
+    def save(self) -> None:
+        """Write the checkpoint so that there is a whole one at any time."""
+        state = {
+            "step": self.step,
+            "module": self.module.state_dict(),
+            "ema": self.ema.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+        partial = self.checkpoint.with_suffix(".partial")
+        torch.save(state, partial)
+        os.replace(partial, self.checkpoint)
+
+    def run(self, until: int) -> None:
+        """Train up to step `until`; raises SystemExit after saving when a stop was requested."""
+        if self.step >= until:
+            return
+        self.module.train()
+        losses: list[float] = []
+        saved, since = time.monotonic(), (time.monotonic(), time.process_time())
+        while self.step < until:
+            losses.append(self._take_step())
+            if self.step % self.recipe.log_every == 0 or self.step == until:
+                now = (time.monotonic(), time.process_time())
+                self._log(
+                    loss=sum(losses) / len(losses),
+                    lr=self.recipe.lr_at(self.step - 1),
+                    wall_seconds=round((now[0] - since[0]) / len(losses), 4),
+                    cpu_seconds=round((now[1] - since[1]) / len(losses), 4),
+                )
+                losses.clear()
+                since = now
+            stopping = stop_requested.is_set()
+            # A pause from outside only makes this condition true early, which costs one extra checkpoint.
+            if stopping or self.step == until or time.monotonic() - saved > self.recipe.save_seconds:
+                self.save()
+                saved = time.monotonic()
+            if stopping:
+                raise SystemExit(f"stopped at step {self.step}; run the same command again to continue")
+            if self.recipe.report and (self.step % self.recipe.report_every == 0 or self.step == until):
+                self._log(**self.recipe.report(self.ema, self.step))
+                since = (time.monotonic(), time.process_time())
+
+    def _take_step(self) -> float:
+        recipe = self.recipe
+        for group in self.optimizer.param_groups:
+            group["lr"] = recipe.lr_at(self.step)
+        generator = torch.Generator().manual_seed(recipe.seed * 1_000_000_007 + self.step)
+        loss = recipe.loss_at(self.module, self.step, generator)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.module.parameters(), recipe.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        # The average follows closely at first, or it would carry the random start along for long.
+        decay = min(recipe.ema_decay, self.step / (self.step + 10))
+        with torch.no_grad():
+            torch._foreach_lerp_(list(self.ema.parameters()), list(self.module.parameters()), 1 - decay)
+        return loss.item()
+
+    def _log(self, **values: float) -> None:
+        with (self.folder / "log.jsonl").open("a") as log:
+            log.write(json.dumps({"step": self.step, **values}) + "\n")
+
+
+def ramp(step: int, total: int, peak: float, end: float, warmup: int) -> float:
+    """Learning rate: up over `warmup` steps, then straight down from `peak` to `end` at step `total`.
+
+    >>> [round(ramp(step, 100, 1.0, 0.0, 10), 2) for step in (0, 9, 10, 55, 100)]
+    [0.1, 1.0, 1.0, 0.5, 0.0]
+    """
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak + (end - peak) * min(1.0, (step - warmup) / (total - warmup))

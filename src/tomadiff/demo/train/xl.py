@@ -1,0 +1,111 @@
+"""`emoji-xl`: a small UNet of SDXL's shape with its two text encoders, trained to predict v."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
+from torch import nn
+
+from . import text, vocabulary
+
+PIXELS_PER_LATENT = 4
+GUIDANCE = 2.0
+
+
+def scheduler() -> DDIMScheduler:
+    """Noise that ends at no signal at all; otherwise flat backgrounds keep the mean of the noise."""
+    return DDIMScheduler(
+        beta_schedule="scaled_linear",
+        beta_start=0.00085,
+        beta_end=0.012,
+        prediction_type="v_prediction",
+        rescale_betas_zero_snr=True,
+        timestep_spacing="trailing",
+        clip_sample=False,
+    )
+
+
+class XLModel(nn.Module):
+    """Everything of the pipeline that is trained."""
+
+    def __init__(
+        self,
+        channels: tuple[int, int, int] = (48, 128, 192),
+        heads: tuple[int, int, int] = (1, 2, 3),
+        transformer_layers: tuple[int, int, int] = (1, 2, 2),
+        text_layers: int = 3,
+    ) -> None:
+        super().__init__()
+        time_width = 32
+        self.unet = UNet2DConditionModel(
+            sample_size=64,
+            in_channels=8,
+            out_channels=8,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+            block_out_channels=channels,
+            layers_per_block=1,
+            transformer_layers_per_block=transformer_layers,
+            # diffusers reads this as the number of heads, as SDXL's own configuration does.
+            attention_head_dim=heads,
+            cross_attention_dim=2 * text.CLIP_WIDTH,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=time_width,
+            projection_class_embeddings_input_dim=6 * time_width + text.CLIP_WIDTH,
+            use_linear_projection=True,
+            norm_num_groups=16,
+        ).to(memory_format=torch.channels_last)
+        self.text_encoder = text.clip(text_layers)
+        self.text_encoder_2 = text.clip_with_projection(text_layers)
+        self.scheduler = scheduler()
+
+    def compile_parts(self) -> None:
+        """Nothing: compiled convolutions were no faster."""
+
+    def loss(
+        self, latents: torch.Tensor, tokens: torch.Tensor, step: int, generator: torch.Generator
+    ) -> torch.Tensor:
+        """Mean squared error of v. latents: (B, 8, H, W); tokens: (B, T)"""
+        noise = torch.randn(latents.shape, generator=generator)
+        levels = self.scheduler.config.num_train_timesteps
+        time = torch.randint(0, levels, (len(latents),), generator=generator)
+        mixed = self.scheduler.add_noise(latents, noise, time).to(memory_format=torch.channels_last)
+        return F.mse_loss(self(mixed, time, tokens), self.scheduler.get_velocity(latents, noise, time))
+
+    def forward(self, mixed: torch.Tensor, time: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """v, conditioned like the pipeline's. mixed: (B, 8, H, W); time: (B,); tokens: (B, T) -> like mixed"""
+        first = self.text_encoder(tokens, output_hidden_states=True)
+        second = self.text_encoder_2(tokens, output_hidden_states=True)
+        words = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], dim=-1)
+        side = float(mixed.shape[-1] * PIXELS_PER_LATENT)
+        sizes = torch.tensor([side, side, 0, 0, side, side]).expand(len(mixed), 6)
+        condition = {"text_embeds": second.text_embeds, "time_ids": sizes}
+        return self.unet(mixed, time, words, added_cond_kwargs=condition, return_dict=False)[0]
+
+    @torch.no_grad()
+    def sample(self, captions: list[str], side: int, steps: int, generator: torch.Generator) -> torch.Tensor:
+        """DDIM from noise, with guidance. -> latents (B, 8, side, side)"""
+        sampler = scheduler()
+        sampler.set_timesteps(steps)
+        tokens = vocabulary.encode([""] * len(captions) + captions)
+        latents = torch.randn(len(captions), 8, side, side, generator=generator)
+        for time in sampler.timesteps:
+            empty, told = self(latents.repeat(2, 1, 1, 1), time.expand(len(tokens)), tokens).chunk(2)
+            latents = sampler.step(torch.lerp(empty, told, GUIDANCE), time, latents).prev_sample
+        return latents
+
+    def pipeline(self, vae: AutoencoderKL) -> StableDiffusionXLPipeline:
+        """The real pipeline around these modules."""
+        return StableDiffusionXLPipeline(
+            vae=vae,
+            text_encoder=self.text_encoder,
+            text_encoder_2=self.text_encoder_2,
+            tokenizer=vocabulary.build(),
+            tokenizer_2=vocabulary.build(),
+            unet=self.unet,
+            scheduler=scheduler(),
+            # The models learn the empty caption itself, not zeros in its place.
+            force_zeros_for_empty_prompt=False,
+            add_watermarker=False,
+        )

@@ -1,0 +1,74 @@
+import re
+
+from tomadiff.demo.captions import (
+    COLOURS,
+    Background,
+    backgrounds,
+    caption,
+    held_out_pairs,
+    is_held_out,
+    pairs,
+    subjects,
+)
+from tomadiff.demo.train import vocabulary
+from tomadiff.demo.train.denoiser import held_out_captions
+
+
+def test_subjects_are_the_237_named_ones():
+    names = subjects()
+    assert len(names) == len(set(names.values())) == 237
+    assert names[0x1F42F] == "tiger face"
+
+
+def test_captions_name_subject_and_background():
+    assert caption("tiger", Background("plain", "blue")) == "tiger on a blue background"
+    assert caption("tiger", Background("plain", "orange")) == "tiger on an orange background"
+    gradient = Background("gradient", "red", "yellow")
+    assert caption("tiger", gradient) == "tiger on a red to yellow gradient background"
+    assert caption("tiger", Background("two-tone", "green", "white")).endswith("a green and white background")
+
+
+def test_backgrounds_are_all_different():
+    texts = [background.text for background in backgrounds()]
+    assert len(COLOURS) == 10
+    assert len(texts) == len(set(texts)) == 10 + 90 + 90
+
+
+def test_held_out_pairs_are_disjoint_from_training_and_together_complete():
+    held_out, trained = set(held_out_pairs()), set(pairs(held_out=False))
+    assert not held_out & trained
+    assert len(held_out | trained) == 237 * 190
+    assert 0.09 < len(held_out) / (237 * 190) < 0.11
+
+
+def test_held_out_split_never_changes():
+    """Weights were trained on one side of this split: another one would make every held-out result false."""
+    answers = [is_held_out(name, Background("plain", "red")) for name in subjects().values()]
+    assert [index for index, answer in enumerate(answers) if answer][:6] == [10, 28, 29, 35, 36, 46]
+
+
+def test_every_half_of_a_held_out_pair_is_trained_on():
+    trained = pairs(held_out=False, kind="plain")
+    assert {point for point, _ in trained} == set(subjects())
+    assert {background.first for _, background in trained} == set(COLOURS)
+
+
+def test_sheet_captions_are_held_out():
+    texts = {caption(subjects()[point], background) for point, background in held_out_pairs()}
+    assert len(held_out_captions(64)) == 64
+    assert set(held_out_captions(64)) <= texts
+
+
+def test_every_caption_is_made_of_known_words_and_fits():
+    texts = [caption(name, background) for name in subjects().values() for background in backgrounds()[::13]]
+    tokens = vocabulary.encode(texts)
+    assert tokens.shape == (len(texts), vocabulary.MAX_TOKENS)
+    assert not (tokens == vocabulary.UNKNOWN).any()
+    assert (tokens == vocabulary.END).sum(dim=1).eq(1).all()
+
+
+def test_case_and_full_stops_do_not_matter():
+    told, written = vocabulary.encode(["tiger on a red background", "Tiger on a Red background."])
+    assert told.equal(written)
+    assert (vocabulary.encode(["submarine"]) == vocabulary.UNKNOWN).any()
+    assert all(re.fullmatch(r"\w+|-", word) for word in vocabulary.words())

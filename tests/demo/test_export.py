@@ -1,0 +1,61 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline, FluxPipeline, StableDiffusionXLPipeline
+from safetensors import safe_open
+
+from tomadiff.demo.train import autoencoder, export
+from tomadiff.demo.train.flux import FluxModel
+from tomadiff.demo.train.xl import XLModel
+
+
+def tiny(name: str) -> FluxModel | XLModel:
+    torch.manual_seed(0)
+    if name == "emoji-flux":
+        return FluxModel(heads=1, dual_blocks=1, single_blocks=1, text_layers=1)
+    return XLModel(channels=(16, 32, 32), heads=(1, 1, 1), transformer_layers=(1, 1, 1), text_layers=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("emoji-flux", FluxPipeline), ("emoji-xl", StableDiffusionXLPipeline)]
+)
+def test_exported_folder_is_a_plain_pipeline(name: str, kind: type[DiffusionPipeline], tmp_path: Path):
+    size = export.export(tiny(name), autoencoder.build((8, 8, 8), groups=4), tmp_path)
+    assert 0.1 < size < 40
+    for path in tmp_path.rglob("*.safetensors"):
+        with safe_open(path, "pt") as weights:
+            assert {weights.get_tensor(key).dtype for key in weights.keys()} == {torch.float16}  # noqa: SIM118
+    assert "tomadiff" not in json.dumps(json.loads((tmp_path / "model_index.json").read_text()))
+
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path)
+    assert isinstance(pipeline, kind)
+    modules = [module for module in pipeline.components.values() if isinstance(module, torch.nn.Module)]
+    assert {value.dtype for module in modules for value in module.parameters()} == {torch.float32}
+
+    sheet = export.draw(tmp_path, ["tiger on a red background"], 2, 64, **export.call_options(name))
+    assert sheet.shape == (64, 64, 3)
+
+
+def test_flux_runs_with_the_padding_of_its_defaults(tmp_path: Path):
+    export.export(tiny("emoji-flux"), autoencoder.build((8, 8, 8), groups=4), tmp_path)
+    assert export.draw(tmp_path, ["tiger on a red background"], 1, 64).shape == (64, 64, 3)
+
+
+@pytest.mark.parametrize("name", ["emoji-flux", "emoji-xl"])
+def test_own_sampler_and_pipeline_draw_the_same(name: str):
+    """Sheets drawn during training show what the pipeline will draw; at 256 both see the same positions."""
+    model, vae = tiny(name).eval(), autoencoder.build((8, 8, 8), groups=4).eval()
+    prompt = "tiger on a red background"
+    own = model.sample([prompt], 64, 2, torch.Generator().manual_seed(0))
+    noise = torch.randn(
+        own.shape if name == "emoji-xl" else (1, 1024, 32), generator=torch.Generator().manual_seed(0)
+    )
+    pipeline = model.pipeline(vae)
+    pipeline.set_progress_bar_config(disable=True)
+    settings = {"height": 256, "width": 256, "num_inference_steps": 2, "output_type": "latent"}
+    drawn = pipeline(prompt, latents=noise, **settings, **export.call_options(name)).images
+    if name == "emoji-flux":
+        drawn = FluxPipeline._unpack_latents(drawn, 256, 256, 4)
+    assert torch.allclose(drawn, own, atol=1e-3)

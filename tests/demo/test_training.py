@@ -1,0 +1,138 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tomadiff.demo.train import autoencoder, denoiser, latents, loop, vocabulary
+from tomadiff.demo.train.flux import FluxModel, pack, positions, unpack
+from tomadiff.demo.train.stages import PLAN, STAGES, Stage, learning_rate, locate
+from tomadiff.demo.train.xl import XLModel
+
+TINY_STAGES = (Stage(64, 2, 2, 1e-3, 1e-4, 1), Stage(128, 2, 2, 1e-4, 1e-5, 1))
+
+
+def tiny(name: str) -> FluxModel | XLModel:
+    torch.manual_seed(0)
+    if name == "emoji-flux":
+        return FluxModel(heads=1, dual_blocks=1, single_blocks=1, text_layers=1)
+    return XLModel(channels=(16, 32, 32), heads=(1, 1, 1), transformer_layers=(1, 1, 1), text_layers=2)
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Synthetic latents in place of encoded pictures."""
+
+    def load(out: Path, resolution: int) -> latents.Pool:
+        noise = torch.randn(
+            8, 8, resolution // 4, resolution // 4, generator=torch.Generator().manual_seed(1)
+        )
+        return latents.Pool(noise.half(), vocabulary.encode(["tiger on a red background"]).expand(8, -1), 4)
+
+    monkeypatch.setattr(latents, "load", load)
+
+
+def train(name: str, folder: Path, stops: tuple[int, ...]) -> loop.Training:
+    recipe = denoiser.recipe(folder, name, TINY_STAGES)
+    recipe = loop.Recipe(recipe.loss_at, recipe.lr_at, log_every=1)
+    for until in stops:
+        training = loop.Training(tiny(name), recipe, folder / name)
+        training.run(until)
+    return training
+
+
+def flat(module: nn.Module) -> torch.Tensor:
+    return torch.cat([value.flatten() for value in module.parameters()])
+
+
+@pytest.mark.parametrize("name", ["emoji-flux", "emoji-xl"])
+def test_resumed_training_equals_an_uninterrupted_one(name: str, pools: None, tmp_path: Path):
+    whole = train(name, tmp_path / "whole", (4,))
+    parts = train(name, tmp_path / "parts", (1, 3, 4))
+    assert parts.step == whole.step == 4
+    assert flat(parts.module).equal(flat(whole.module))
+    assert flat(parts.ema).equal(flat(whole.ema))
+    assert not flat(whole.module).equal(flat(tiny(name)))
+    lines = [json.loads(line) for line in (tmp_path / "parts" / name / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+
+
+def test_stop_request_saves_a_checkpoint_and_exits(pools: None, tmp_path: Path):
+    loop.stop_requested.set()
+    try:
+        with pytest.raises(SystemExit, match="step 1"):
+            train("emoji-flux", tmp_path, (4,))
+    finally:
+        loop.stop_requested.clear()
+    assert train("emoji-flux", tmp_path, (4,)).step == 4
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_stages_follow_each_other():
+    assert [locate(TINY_STAGES, step)[0].resolution for step in range(5)] == [64, 64, 128, 128, 128]
+    assert learning_rate(TINY_STAGES, 0) == 1e-3
+    assert learning_rate(TINY_STAGES, 2) == 1e-4
+
+
+def test_plan_takes_each_model_to_the_end_of_its_last_stage():
+    for name, stages in STAGES.items():
+        targets = [until for planned, until in PLAN if planned == name]
+        assert targets == sorted(targets)
+        assert targets[-1] == sum(stage.steps for stage in stages)
+        assert stages[-1].resolution == 256
+
+
+def test_pool_draws_plain_and_other_backgrounds_and_some_empty_captions(pools: None):
+    pool = latents.load(Path(), 64)
+    pictures, tokens = pool.draw(400, torch.Generator().manual_seed(0))
+    assert pictures.shape == (400, 8, 16, 16)
+    assert pictures.dtype == torch.float32
+    empty = (tokens == vocabulary.encode([""])).all(dim=1).sum().item()
+    assert 20 < empty < 60
+
+
+def test_no_encoded_picture_is_held_out():
+    chosen, plain = latents.chosen_pairs(256)
+    assert not set(chosen) & set(denoiser.held_out_pairs())
+    assert len(chosen) == len(set(chosen)) == plain + latents.TWO_COLOURED[256]
+    assert {background.kind for _, background in chosen[:plain]} == {"plain"}
+
+
+def test_rotary_positions_span_the_same_range_at_every_resolution():
+    assert positions(32)[:, 1:].max() == 31
+    assert positions(8)[:, 1:].mean() == positions(32)[:, 1:].mean()
+    assert positions(32)[33].tolist() == [0, 1, 1]
+
+
+def test_pack_is_undone_by_unpack():
+    whole = torch.randn(2, 8, 16, 16)
+    assert pack(whole).shape == (2, 64, 32)
+    assert unpack(pack(whole), 16).equal(whole)
+
+
+def test_normalised_latents_have_unit_statistics_and_decode_to_the_same():
+    torch.manual_seed(0)
+    vae = autoencoder.build((8, 8, 8), groups=4).eval()
+    pictures = torch.rand(4, 3, 32, 32) * 2 - 1
+    with torch.no_grad():
+        before = vae.decode(vae.encode(pictures).latent_dist.mode()).sample
+        spread_before = vae.encode(pictures).latent_dist
+        autoencoder.normalise(vae, pictures)
+        after = vae.encode(pictures).latent_dist
+        assert torch.allclose(vae.decode(after.mode()).sample, before, atol=1e-4)
+    assert torch.allclose(after.mean.mean(dim=(0, 2, 3)), torch.zeros(8), atol=1e-4)
+    assert torch.allclose(after.mean.std(dim=(0, 2, 3)), torch.ones(8), atol=1e-3)
+    ratio = (after.std / spread_before.std).mean(dim=(0, 2, 3))
+    assert torch.allclose(ratio, 1 / spread_before.mean.std(dim=(0, 2, 3)), rtol=1e-3)
+
+
+def test_autoencoder_learns_from_crops():
+    torch.manual_seed(0)
+    vae = autoencoder.build((8, 8, 8), groups=4)
+    generator = torch.Generator().manual_seed(0)
+    pictures = torch.randint(0, 256, (2, 4, 256, 256), dtype=torch.uint8, generator=generator)
+    crops = autoencoder.draw_crops(pictures, 64, 2, generator)
+    drawn = vae.decode(vae.encode(crops).latent_dist.sample(generator)).sample
+    autoencoder.reconstruction_loss(drawn, crops).backward()
+    assert all(value.grad is not None and value.grad.isfinite().all() for value in vae.parameters())
