@@ -53,7 +53,8 @@ def test_random_parts_depend_on_the_generator_alone():
 
     assert draw().equal(draw())
     assert draw().shape == (8, 3, 64, 64)
-    assert draw().min() >= -1.001 and draw().max() <= 1.001
+    assert draw().min() >= -1.001
+    assert draw().max() <= 1.001
 
 
 def test_grid_puts_pictures_row_by_row():

@@ -13,14 +13,13 @@ import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL
 from PIL import Image
-from torch import nn
 
 from ..captions import backgrounds
 from .data import Glyphs, load_glyphs
 from .loop import Recipe, Training, ramp, stop_on_signal
 from .pictures import composite, grid, random_background, random_crop, render, shrink
 
-STEPS = 5000
+STEPS = 2600
 # (pixels, how many), in turn. Group norms average over the crop, so some crops show most of a picture.
 CROPS = ((64, 16), (128, 4), (64, 16), (128, 4))
 # Of each resolution a share, most of it for the one that pictures are drawn at in the end.
@@ -67,20 +66,21 @@ def reconstruction_loss(drawn: torch.Tensor, wanted: torch.Tensor) -> torch.Tens
     return error.abs().mean() + error.square().mean() + 0.5 * edges
 
 
-def recipe(glyphs: Glyphs, folder: Path) -> Recipe:
+def recipe(glyphs: Glyphs, folder: Path) -> Recipe[AutoencoderKL]:
     """How the autoencoder is trained."""
     seen, unseen = glyphs.autoencoder_rows()
     trained, probe = glyphs.pictures[seen], glyphs.pictures[unseen[::8]]
 
-    def loss_at(module: nn.Module, step: int, generator: torch.Generator) -> torch.Tensor:
+    def loss_at(module: AutoencoderKL, step: int, generator: torch.Generator) -> torch.Tensor:
         size, count = CROPS[step % len(CROPS)]
         crops = draw_crops(trained, size, count, generator).to(memory_format=torch.channels_last)
         posterior = module.encode(crops).latent_dist
         drawn = module.decode(posterior.sample(generator)).sample
         divergence = posterior.mean.square() + posterior.var - 1 - posterior.logvar
-        return reconstruction_loss(drawn, crops) + KL_WEIGHT * 0.5 * divergence.mean()
+        loss: torch.Tensor = reconstruction_loss(drawn, crops) + KL_WEIGHT * 0.5 * divergence.mean()
+        return loss
 
-    def report(module: nn.Module, step: int) -> dict[str, float]:
+    def report(module: AutoencoderKL, step: int) -> dict[str, float]:
         values = {f"psnr_{size}": measure(module, probe, size, folder / "sample.png") for size in (64, 256)}
         print(f"autoencoder step {step}: {values}", flush=True)
         return values
@@ -92,7 +92,8 @@ def recipe(glyphs: Glyphs, folder: Path) -> Recipe:
 def measure(vae: AutoencoderKL, glyphs: torch.Tensor, size: int, sheet: Path | None = None) -> float:
     """Mean PSNR in dB over glyphs (N, 4, 256, 256); `sheet` gets originals above their reconstructions."""
     every = backgrounds()
-    values, shown = [], []
+    values: list[float] = []
+    shown: list[torch.Tensor] = []
     for index, glyph in enumerate(glyphs):
         behind = render(every[index * 7 % len(every)], size)
         picture = composite(shrink(glyph[None], size), behind[None])
@@ -112,7 +113,7 @@ def normalise(vae: AutoencoderKL, pictures: torch.Tensor) -> None:
     The pipelines disagree on which of scaling_factor, shift_factor and latents_mean they honour; with the
     statistics in the weights those are 1, 0 and unset, and every pipeline is right.
     """
-    latents = torch.cat([vae.encode(part).latent_dist.mode() for part in pictures.split(8)])
+    latents = torch.cat([vae.encode(part).latent_dist.mode() for part in torch.split(pictures, 8)])
     mean = latents.mean(dim=(0, 2, 3))
     deviation = latents.std(dim=(0, 2, 3))
     inward, outward = vae.quant_conv, vae.post_quant_conv
@@ -139,7 +140,8 @@ def train(out: Path) -> None:
         return
     torch.manual_seed(0)
     glyphs = load_glyphs(out)
-    module = build().to(memory_format=torch.channels_last)
+    module = build()
+    module.to(memory_format=torch.channels_last)
     training = Training(module, recipe(glyphs, out / "autoencoder"), out / "autoencoder")
     training.run(STEPS)
     seen, _ = glyphs.autoencoder_rows()

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from PIL import Image
-from torch import nn
 
 from ..captions import caption, held_out_pairs, subjects
 from . import autoencoder, latents
@@ -21,7 +20,8 @@ from .pictures import grid
 from .stages import STAGES, Stage, learning_rate, locate
 from .xl import XLModel
 
-MODELS: dict[str, type[FluxModel] | type[XLModel]] = {"emoji-flux": FluxModel, "emoji-xl": XLModel}
+Denoiser = FluxModel | XLModel
+MODELS: dict[str, type[Denoiser]] = {"emoji-flux": FluxModel, "emoji-xl": XLModel}
 SAMPLE_STEPS = 20
 
 
@@ -36,29 +36,29 @@ def held_out_captions(count: int) -> list[str]:
     return [caption(names[point], background) for point, background in picked]
 
 
-def draw_sheet(module: FluxModel | XLModel, out: Path, resolution: int, path: Path, count: int = 16) -> None:
+def draw_sheet(module: Denoiser, out: Path, resolution: int, path: Path, count: int = 16) -> None:
     """Write a sheet of held-out captions drawn by `module` at `resolution` pixels."""
     noise = torch.Generator().manual_seed(0)
     drawn = module.sample(held_out_captions(count), resolution // 4, SAMPLE_STEPS, noise)
     with torch.no_grad():
-        pictures = torch.cat([autoencoder.load(out).decode(part).sample for part in drawn.split(4)])
+        pictures = torch.cat([autoencoder.load(out).decode(part).sample for part in torch.split(drawn, 4)])
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(grid(pictures, 8).numpy()).save(path)
 
 
-def recipe(out: Path, name: str, stages: tuple[Stage, ...]) -> Recipe:
+def recipe(out: Path, name: str, stages: tuple[Stage, ...]) -> Recipe[Denoiser]:
     """How a denoiser is trained."""
 
     @cache
     def pool(resolution: int) -> latents.Pool:
         return latents.load(out, resolution)
 
-    def loss_at(module: nn.Module, step: int, generator: torch.Generator) -> torch.Tensor:
+    def loss_at(module: Denoiser, step: int, generator: torch.Generator) -> torch.Tensor:
         stage, inside = locate(stages, step)
         pictures, tokens = pool(stage.resolution).draw(stage.batch, generator)
         return module.loss(pictures, tokens, inside, generator)
 
-    def report(module: nn.Module, step: int) -> dict[str, float]:
+    def report(module: Denoiser, step: int) -> dict[str, float]:
         resolution = locate(stages, step - 1)[0].resolution
         draw_sheet(module, out, resolution, out / name / "samples" / f"{step:06d}.png")
         print(f"{name} step {step} at {resolution} px", flush=True)
@@ -67,10 +67,11 @@ def recipe(out: Path, name: str, stages: tuple[Stage, ...]) -> Recipe:
     return Recipe(loss_at, lambda step: learning_rate(stages, step), report)
 
 
-def prepare(out: Path, name: str, compiled: bool) -> Training:
+def prepare(out: Path, name: str, compiled: bool) -> Training[Denoiser]:
     """The training of a model as its checkpoint left it, or from the start."""
     torch.manual_seed(0)
-    training = Training(MODELS[name](), recipe(out, name, STAGES[name]), out / name)
+    module: Denoiser = MODELS[name]()
+    training = Training(module, recipe(out, name, STAGES[name]), out / name)
     if compiled:
         training.module.compile_parts()
     return training

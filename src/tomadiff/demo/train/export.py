@@ -16,15 +16,14 @@ from diffusers import AutoencoderKL, DiffusionPipeline
 from PIL import Image
 
 from . import autoencoder
-from .denoiser import MODELS, held_out_captions
-from .flux import FluxModel
+from .denoiser import MODELS, Denoiser, held_out_captions
 from .vocabulary import MAX_TOKENS
-from .xl import GUIDANCE, XLModel
+from .xl import GUIDANCE
 
 LIMIT_MB = 40
 
 
-def export(model: FluxModel | XLModel, vae: AutoencoderKL, folder: Path) -> float:
+def export(model: Denoiser, vae: AutoencoderKL, folder: Path) -> float:
     """Save the pipeline of `model` in float16; returns its size in MB."""
     pipeline = copy.deepcopy(model).pipeline(copy.deepcopy(vae)).to(torch.float16)
     pipeline.save_pretrained(folder, safe_serialization=True)

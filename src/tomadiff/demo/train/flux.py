@@ -52,7 +52,7 @@ class FluxModel(nn.Module):
             torch.randn(len(image), generator=generator) + math.log(shift(latents.shape[-1]))
         )
         mixed = torch.lerp(image, noise, time.view(-1, 1, 1))
-        # The pipeline pads prompts to 512 tokens unless told otherwise; so now and then show more padding than
+        # The pipeline pads prompts to 512 tokens unless told otherwise: show more padding now and then than
         # a caption needs, as much as the number of image tokens makes affordable.
         padding = image.shape[1] // 2 if step % 16 == 0 else 0
         predicted = self(mixed, time, F.pad(tokens, (0, padding), value=vocabulary.PAD), eager=padding > 0)
@@ -65,7 +65,7 @@ class FluxModel(nn.Module):
         words = self.text_encoder_2(tokens)[0]
         pooled = self.text_encoder(tokens[:, : vocabulary.MAX_TOKENS]).pooler_output
         call = self.transformer.forward if eager else self.transformer
-        return call(
+        velocity: torch.Tensor = call(
             hidden_states=image,
             encoder_hidden_states=words,
             pooled_projections=pooled,
@@ -74,6 +74,7 @@ class FluxModel(nn.Module):
             txt_ids=torch.zeros(words.shape[1], 3),
             return_dict=False,
         )[0]
+        return velocity
 
     @torch.no_grad()
     def sample(self, captions: list[str], side: int, steps: int, generator: torch.Generator) -> torch.Tensor:
@@ -122,4 +123,4 @@ def pack(latents: torch.Tensor) -> torch.Tensor:
 
 def unpack(image: torch.Tensor, side: int) -> torch.Tensor:
     """(B, N, 4 C) -> (B, C, side, side)"""
-    return F.pixel_shuffle(image.transpose(1, 2).unflatten(2, (side // 2, side // 2)), 2)
+    return F.pixel_shuffle(image.transpose(1, 2).reshape(len(image), -1, side // 2, side // 2), 2)

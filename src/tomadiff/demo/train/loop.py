@@ -15,11 +15,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 from torch import nn
 
 stop_requested = threading.Event()
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def stop_on_signal() -> None:
@@ -29,12 +32,12 @@ def stop_on_signal() -> None:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Generic[Model]):
     """How one model is trained. `loss_at(module, step, generator)` draws a batch and returns a scalar."""
 
-    loss_at: Callable[[nn.Module, int, torch.Generator], torch.Tensor]
+    loss_at: Callable[[Model, int, torch.Generator], torch.Tensor]
     lr_at: Callable[[int], float]
-    report: Callable[[nn.Module, int], dict[str, float]] | None = None
+    report: Callable[[Model, int], dict[str, float]] | None = None
     report_every: int = 500
     log_every: int = 20
     save_seconds: float = 240.0
@@ -45,18 +48,19 @@ class Recipe:
 
 
 @dataclass
-class Training:
+class Training(Generic[Model]):
     """A module, its moving average, its optimiser and the number of steps taken, kept in `folder`."""
 
-    module: nn.Module
-    recipe: Recipe
+    module: Model
+    recipe: Recipe[Model]
     folder: Path
     step: int = 0
-    ema: nn.Module = field(init=False)
+    ema: Model = field(init=False)
     optimizer: torch.optim.AdamW = field(init=False)
 
     def __post_init__(self) -> None:
-        self.ema = copy.deepcopy(self.module).requires_grad_(False).eval()
+        self.ema = copy.deepcopy(self.module)
+        self.ema.requires_grad_(False).eval()
         self.optimizer = torch.optim.AdamW(
             self.module.parameters(),
             lr=0.0,
@@ -124,7 +128,7 @@ class Training:
             group["lr"] = recipe.lr_at(self.step)
         generator = torch.Generator().manual_seed(recipe.seed * 1_000_000_007 + self.step)
         loss = recipe.loss_at(self.module, self.step, generator)
-        loss.backward()
+        torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(self.module.parameters(), recipe.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

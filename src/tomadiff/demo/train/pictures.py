@@ -45,7 +45,7 @@ def composite(glyphs: torch.Tensor, behind: torch.Tensor) -> torch.Tensor:
 
 def random_background(size: int, generator: torch.Generator) -> torch.Tensor:
     """Any two colours, in any direction, flat, blended or with an edge. -> (3, size, size) in [0, 1]"""
-    first, second = torch.rand(2, 3, 1, 1, generator=generator)
+    first, second = torch.rand(2, 3, 1, 1, generator=generator).unbind()
     kind, angle, offset = torch.rand(3, generator=generator).tolist()
     if kind < 0.4:
         return first.expand(3, size, size)

@@ -12,7 +12,7 @@ import torch
 
 from . import autoencoder
 from .data import load_glyphs
-from .denoiser import prepare
+from .denoiser import Denoiser, prepare
 from .loop import Training, stop_on_signal
 from .stages import PLAN
 
@@ -29,7 +29,7 @@ def main() -> None:
     stop_on_signal()
     load_glyphs(options.out)
     autoencoder.train(options.out)
-    trainings: dict[str, Training] = {}
+    trainings: dict[str, Training[Denoiser]] = {}
     for name, until in PLAN:
         if name not in trainings:
             trainings[name] = prepare(options.out, name, options.compile)

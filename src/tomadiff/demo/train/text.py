@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from torch import nn
 from transformers import (
     CLIPTextConfig,
@@ -14,6 +16,7 @@ from transformers import (
 from .vocabulary import END, MAX_TOKENS, PAD, START, words
 
 CLIP_WIDTH = 128
+Clip = TypeVar("Clip", CLIPTextModel, CLIPTextModelWithProjection)
 
 
 def vocabulary_size() -> int:
@@ -47,10 +50,9 @@ def clip_with_projection(layers: int) -> CLIPTextModelWithProjection:
     return widen(CLIPTextModelWithProjection(clip_config(layers)))
 
 
-def widen(model: nn.Module) -> nn.Module:
+def widen(model: Clip) -> Clip:
     """Larger word embeddings: CLIP's start at 0.02, too faint for cross-attention to tell words apart."""
-    embedding = model.get_input_embeddings()
-    nn.init.normal_(embedding.weight, std=0.5)
+    nn.init.normal_(model.get_input_embeddings().weight, std=0.5)
     return model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import torch
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
@@ -15,11 +16,12 @@ MAX_TOKENS = 16
 PAD, UNKNOWN, START, END = range(4)
 
 
-def words() -> list[str]:
+@cache
+def words() -> tuple[str, ...]:
     """Every word and sign of every caption, sorted."""
     first = next(iter(subjects().values()))
     texts = [*subjects().values(), *(caption(first, background) for background in backgrounds())]
-    return sorted({word for text in texts for word in re.findall(r"\w+|[^\w\s]+", text)})
+    return tuple(sorted({word for text in texts for word in re.findall(r"\w+|[^\w\s]+", text)}))
 
 
 def build() -> PreTrainedTokenizerFast:
@@ -28,7 +30,7 @@ def build() -> PreTrainedTokenizerFast:
     Case, full stops and commas are ignored; a word of no caption becomes the unknown token.
     """
     special = ["<pad>", "<unknown>", "<start>", "<end>"]
-    vocabulary = {word: index for index, word in enumerate(special + words())}
+    vocabulary = {word: index for index, word in enumerate([*special, *words()])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Lowercase(), normalizers.Replace(Regex("[.,!?]"), " ")]
@@ -50,4 +52,5 @@ def build() -> PreTrainedTokenizerFast:
 def encode(texts: list[str]) -> torch.Tensor:
     """-> (len(texts), MAX_TOKENS) int64"""
     settings = {"padding": "max_length", "max_length": MAX_TOKENS, "truncation": True, "return_tensors": "pt"}
-    return build()(texts, **settings).input_ids
+    tokens: torch.Tensor = build()(texts, **settings).input_ids
+    return tokens

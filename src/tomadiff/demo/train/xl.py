@@ -74,14 +74,15 @@ class XLModel(nn.Module):
         return F.mse_loss(self(mixed, time, tokens), self.scheduler.get_velocity(latents, noise, time))
 
     def forward(self, mixed: torch.Tensor, time: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """v, conditioned like the pipeline's. mixed: (B, 8, H, W); time: (B,); tokens: (B, T) -> like mixed"""
+        """v, conditioned as the pipeline's. mixed: (B, 8, H, W); time: (B,); tokens: (B, T) -> like mixed"""
         first = self.text_encoder(tokens, output_hidden_states=True)
         second = self.text_encoder_2(tokens, output_hidden_states=True)
         words = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], dim=-1)
         side = float(mixed.shape[-1] * PIXELS_PER_LATENT)
         sizes = torch.tensor([side, side, 0, 0, side, side]).expand(len(mixed), 6)
         condition = {"text_embeds": second.text_embeds, "time_ids": sizes}
-        return self.unet(mixed, time, words, added_cond_kwargs=condition, return_dict=False)[0]
+        v: torch.Tensor = self.unet(mixed, time, words, added_cond_kwargs=condition, return_dict=False)[0]
+        return v
 
     @torch.no_grad()
     def sample(self, captions: list[str], side: int, steps: int, generator: torch.Generator) -> torch.Tensor:
