@@ -1,0 +1,1 @@
+"""How a plan gets into a live model, and out of it again."""

@@ -1,0 +1,86 @@
+"""The UNets of Stable Diffusion 1, 2 and XL and their ControlNets: `BasicTransformerBlock`s at several
+resolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from diffusers import ControlNetModel, UNet2DConditionModel
+from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
+
+from tomadiff.core.regions import Grid
+from tomadiff.patching.adapters.base import Block, Passage, Reading, Site, form_of, read_timestep
+from tomadiff.patching.clock import Call
+from tomadiff.patching.hooks import Arrange, MergeAround, MergeOnce, MergeSelfAttention, Restore, WeighKeys
+
+# `ip_adapter_masks` are resized to the tokens of the picture, row by row.
+CROSS_ATTENTION = partial(MergeAround, bound_to_order=("ip_adapter_masks",))
+FEED_FORWARD = partial(MergeAround, may_be_chunked=True)
+
+
+class UNetAdapter:
+    models = (UNet2DConditionModel, ControlNetModel)
+
+    def __init__(self, model: UNet2DConditionModel | ControlNetModel) -> None:
+        self.family = "sdxl" if model.config.addition_embed_type == "text_time" else "sd"
+        self._levels = len(model.down_blocks)
+        # A stride-2 convolution with padding 1 rounds an odd size up, one with padding 0 down.
+        self._round_up = model.config.downsample_padding
+        self._transformers = {
+            name: module
+            for part in ("down_blocks", "mid_block", "up_blocks")
+            for name, module in model.named_modules()
+            if name.startswith(part) and isinstance(module, Transformer2DModel)
+        }
+
+    def blocks(self) -> list[Block]:
+        return [
+            _block(f"{name}.transformer_blocks.{index}", module, self._kind(name))
+            for name, transformer in self._transformers.items()
+            for index, module in enumerate(transformer.transformer_blocks)
+            if isinstance(module, BasicTransformerBlock)
+        ]
+
+    def passages(self) -> list[Passage]:
+        return [
+            Passage(name, self._kind(name), ((blocks[0], Arrange), (blocks[-1], Restore)))
+            for name, transformer in self._transformers.items()
+            if (blocks := transformer.transformer_blocks)
+        ]
+
+    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Reading:
+        given = dict(zip(("sample", "timestep", "encoder_hidden_states"), args, strict=False)) | dict(kwargs)
+        sample, timestep = given["sample"], read_timestep(given["timestep"])
+        grids: dict[str, tuple[Grid, ...]] = {}
+        height, width = sample.shape[-2:]
+        for level in range(self._levels):
+            grids[f"level {level}"] = ((height, width),)
+            height, width = (height + self._round_up) // 2, (width + self._round_up) // 2
+        return Reading(
+            call=Call(timestep, form_of(sample), given["encoder_hidden_states"]),
+            progress=1 - timestep / 1000,
+            batch=sample.shape[0],
+            grids=grids,
+            device=sample.device,
+        )
+
+    def _kind(self, name: str) -> str:
+        """The resolution of a transformer, from where it stands in the U: 0 is that of the latents."""
+        part, _, rest = name.partition(".")
+        index = int(rest.split(".")[0]) if part != "mid_block" else 0
+        level = {"down_blocks": index, "mid_block": self._levels - 1, "up_blocks": self._levels - 1 - index}[
+            part
+        ]
+        return f"level {level}"
+
+
+def _block(name: str, block: BasicTransformerBlock, kind: str) -> Block:
+    sites = [Site("self", f"{name}.attn1", ((block.attn1, MergeSelfAttention),))]
+    if block.attn2 is not None:
+        sites.append(Site("cross", f"{name}.attn2", ((block.attn2, CROSS_ATTENTION),)))
+    sites.append(Site("ff", f"{name}.ff", ((block.ff, FEED_FORWARD),)))
+    once = Site("block", name, ((block, partial(MergeOnce, name=name)), (block.attn1, WeighKeys)))
+    return Block(name, kind, tuple(sites), once)

@@ -1,0 +1,202 @@
+"""The public verbs: put merging into a pipeline or model, take it out, show what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+from diffusers import DiffusionPipeline
+from torch import nn
+
+from tomadiff.config import MergeConfig, preset
+from tomadiff.patching.adapters import ADAPTERS, adapter_for
+from tomadiff.patching.adapters.base import Adapter, Block, Site
+from tomadiff.patching.hooks import attach, detach
+from tomadiff.patching.session import Group, Place, Session
+
+Target = TypeVar("Target")
+
+_SESSION = "_tomadiff_session"
+
+
+def apply(target: Target, ratio: float | None = None, config: MergeConfig | None = None) -> Target:
+    """Merge tokens in a pipeline or a model from now on.
+
+    Give a `ratio` (0.5 if nothing is given) to use the defaults of the model's family, or a whole `config`.
+    Applying again replaces what was applied before. Weights stay untouched; `remove` gives the original
+    model back.
+
+    target: a diffusers pipeline, or the UNet, transformer or ControlNet inside one. In a pipeline with a
+        ControlNet only the main network merges; apply to `pipe.controlnet` as well to merge there too.
+
+    >>> import torch, tomadiff
+    >>> from diffusers import UNet2DConditionModel
+    >>> unet = UNet2DConditionModel(
+    ...     block_out_channels=(32, 64),
+    ...     down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+    ...     up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+    ...     cross_attention_dim=32,
+    ...     norm_num_groups=8,
+    ... )
+    >>> unet = tomadiff.apply(unet, ratio=0.5)
+    >>> out = unet(torch.randn(1, 4, 32, 32), 500, torch.randn(1, 7, 32)).sample
+    >>> rows = tomadiff.summary(unet, show=False)["blocks"]
+    >>> rows[0]["tokens"], rows[0]["merged"]
+    (256, 128)
+    """
+    if ratio is not None and config is not None:
+        raise ValueError("give a ratio or a config, not both; the config has a ratio of its own")
+    model, adapter = _find(target)
+    if config is None:
+        config = preset(adapter.family, ratio=0.5 if ratio is None else ratio)
+    remove(model)
+    _install(model, adapter, config)
+    return target
+
+
+def remove(target: Target) -> Target:
+    """Give the original model back; does nothing if merging was not applied.
+
+    >>> tomadiff.remove(tomadiff.apply(pipe, 0.5)) is pipe  # doctest: +SKIP
+    True
+    """
+    model, adapter = _find(target)
+    session = session_of(model)
+    if session is None:
+        return target
+    for handle in session.handles:
+        handle.remove()
+    for module in _modules(adapter):
+        detach(module)
+    delattr(model, _SESSION)
+    return target
+
+
+@contextmanager
+def merged(target: Target, ratio: float | None = None, config: MergeConfig | None = None) -> Iterator[Target]:
+    """Merge inside a `with` block only; afterwards whatever was applied before is applied again.
+
+    >>> with tomadiff.merged(pipe, 0.75):  # doctest: +SKIP
+    ...     image = pipe("a tiger").images[0]
+    """
+    before = session_of(_find(target)[0])
+    apply(target, ratio, config)
+    try:
+        yield target
+    finally:
+        if before is None:
+            remove(target)
+        else:
+            apply(target, config=before.config)
+
+
+def supported_models() -> list[str]:
+    """The model classes that `apply` knows, alone or inside a pipeline.
+
+    >>> "UNet2DConditionModel" in supported_models()
+    True
+    """
+    return [model.__name__ for adapter in ADAPTERS for model in adapter.models]
+
+
+def session_of(target: Any) -> Session | None:
+    """What merging keeps on a model, or None if it is not applied."""
+    return getattr(_find(target)[0], _SESSION, None)
+
+
+def _find(target: Any) -> tuple[nn.Module, Adapter]:
+    """The model to patch in whatever was given, with its adapter."""
+    candidates = [target]
+    if isinstance(target, DiffusionPipeline):
+        candidates = [getattr(target, name, None) for name in ("unet", "transformer")]
+    for model in candidates:
+        model = getattr(model, "_orig_mod", model)  # `torch.compile(model)`
+        adapter = adapter_for(model)
+        if adapter is not None:
+            return model, adapter
+    found = [type(model).__name__ for model in candidates if model is not None and model is not target]
+    raise TypeError(
+        f"cannot merge tokens in a {type(target).__name__}"
+        + (f" with a {' and a '.join(found)}" if found else "")
+        + f". Give one of these models, or a pipeline that has one: {', '.join(supported_models())}"
+    )
+
+
+def _install(model: nn.Module, adapter: Adapter, config: MergeConfig) -> None:
+    blocks = adapter.blocks()
+    ratios = _ratios(blocks, config)
+    groups: dict[str, Group] = {}
+    places: list[Place] = []
+    for block in blocks:
+        for site in _sites(block, config):
+            ratio = ratios.get(site.name)
+            name = None
+            if max(config.ratios) if ratio is None else ratio:
+                name = _group_name(block, ratio, config.share)
+                groups[name] = Group(block.kind, ratio)
+            places.append(Place(block.name, block.kind, site, name))
+    wants_nothing = max(config.ratios) == 0 and not any(config.overrides.values())
+    if not groups and not wants_nothing:
+        raise ValueError(
+            f"this configuration would merge nothing: {type(model).__name__} has {len(blocks)} transformer "
+            "blocks, and modules, skip_first and overrides leave none of them to merge"
+        )
+    session = Session(config, adapter, groups, places)
+    for place in places:
+        if place.group is not None:
+            for module, make in place.site.hooks:
+                attach(module, make(session, place.group))
+    merging = [place.block for place in places if place.group is not None]
+    for passage in adapter.passages():
+        if any(name.startswith(passage.prefix) for name in merging):
+            for module, make in passage.hooks:
+                attach(module, make(session, passage.kind))
+    # Hooks of the module itself run before `forward`, so outside of the graph of a compiled model.
+    session.handles = (
+        model.register_forward_pre_hook(session.enter, with_kwargs=True),
+        model.register_forward_hook(session.exit, with_kwargs=True, always_call=True),
+    )
+    setattr(model, _SESSION, session)
+
+
+def _group_name(block: Block, ratio: float | None, share: bool) -> str:
+    parts = [block.kind]
+    if not share:
+        parts.append(block.name)
+    if ratio is not None:
+        parts.append(f"at {ratio}")
+    return " ".join(parts)
+
+
+def _sites(block: Block, config: MergeConfig) -> tuple[Site, ...]:
+    if config.mode == "once":
+        return (block.once,)
+    return tuple(site for site in block.sites if site.part in config.modules)
+
+
+def _ratios(blocks: list[Block], config: MergeConfig) -> dict[str, float]:
+    """The ratios of sites that do not follow the configuration's: overridden ones, and first blocks left
+    alone."""
+    ratios: dict[str, float] = {}
+    seen: dict[str, int] = {}
+    names = {site.name: block for block in blocks for site in _sites(block, config)}
+    for block in blocks:
+        seen[block.kind] = seen.get(block.kind, 0) + 1
+        if seen[block.kind] <= config.skip_first:
+            ratios |= {site.name: 0.0 for site in _sites(block, config)}
+    for pattern, ratio in config.overrides.items():
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching:
+            example = next(iter(names), "none")
+            raise ValueError(f"overrides: {pattern!r} matches no module; names look like {example!r}")
+        ratios |= dict.fromkeys(matching, ratio)
+    return ratios
+
+
+def _modules(adapter: Adapter) -> list[nn.Module]:
+    """Every module that may carry a hook of ours."""
+    hooks = [site.hooks for block in adapter.blocks() for site in (*block.sites, block.once)]
+    hooks += [passage.hooks for passage in adapter.passages()]
+    return [module for some in hooks for module, _ in some]

@@ -1,0 +1,200 @@
+"""The diffusers hooks that put a plan into a live model: merge before a module, unmerge after it.
+
+A hook keeps no tensors. It asks its session for the plan of its group before and after the module; what it
+did in between is one word.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers.hooks import HookRegistry, ModelHook
+from torch import nn
+
+from tomadiff.patching.session import Session
+
+PREFIX = "tomadiff_"
+
+
+class MergeAround(ModelHook):
+    """Merge the hidden states before a module and unmerge its output.
+
+    bound_to_order: names of arguments that belong to the tokens one by one (masks). A call that has one runs
+        unmerged, with its tokens in their original order.
+    may_be_chunked: the block may hand the module its tokens in chunks (`enable_forward_chunking`); these run
+    unmerged.
+    """
+
+    def __init__(
+        self, session: Session, group: str, bound_to_order: tuple[str, ...] = (), may_be_chunked: bool = False
+    ) -> None:
+        super().__init__()
+        self.session = session
+        self.group = group
+        self.bound_to_order = bound_to_order
+        self.may_be_chunked = may_be_chunked
+        self._did = "nothing"
+
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        x, args, kwargs = take_hidden_states(args, kwargs)
+        self._did = self._choose(x, kwargs)
+        if self._did == "reorder":
+            return (self.session.clock.current.layouts[self.group].restore(x), *args), kwargs
+        plan = self.session.plan(self.group, x) if self._did == "merge" else None
+        if plan is None:
+            return (x, *args), kwargs
+        return (plan.merge(x), *args), self.merged_arguments(plan.sizes, kwargs)
+
+    def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
+        current = self.session.clock.current
+        if self._did == "merge":
+            return current.plans[self.group].unmerge(output)
+        if self._did == "reorder":
+            return current.layouts[self.group].arrange(output)
+        return output
+
+    def merged_arguments(self, sizes: torch.Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The module's other arguments when its tokens are merged. sizes: (B, D)"""
+        return kwargs
+
+    def _choose(self, x: torch.Tensor, kwargs: dict[str, Any]) -> str:
+        current = self.session.clock.current
+        layout = current.layouts.get(self.group)
+        if layout is None:
+            return "nothing"
+        if (x.shape[0], x.shape[1]) != (current.batch, layout.tokens):
+            if self.may_be_chunked:
+                return "nothing"
+            raise RuntimeError(
+                f"expected {layout.tokens} tokens ({layout.grids}) and batch {current.batch}, got "
+                f"{tuple(x.shape)}. This model's tokens are not where tomadiff looks for them; "
+                "`tomadiff.remove` it, and please report the model's configuration"
+            )
+        if any(kwargs.get(name) is not None for name in self.bound_to_order):
+            return "reorder"
+        return "merge"
+
+
+class MergeSelfAttention(MergeAround):
+    """As `MergeAround`, and merged keys carry the log of their cluster size where the configuration says
+    so."""
+
+    def __init__(self, session: Session, group: str) -> None:
+        super().__init__(session, group, bound_to_order=("attention_mask",))
+
+    def merged_arguments(self, sizes: torch.Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if not self.session.config.proportional:
+            return kwargs
+        return {**kwargs, "attention_mask": key_bias(sizes)}
+
+
+class WeighKeys(ModelHook):
+    """Proportional attention alone, inside a block whose tokens are merged once."""
+
+    def __init__(self, session: Session, group: str) -> None:
+        super().__init__()
+        self.session = session
+        self.group = group
+
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        plan = self.session.clock.current.plans.get(self.group)
+        if plan is not None and self.session.config.proportional:
+            kwargs = {**kwargs, "attention_mask": key_bias(plan.sizes)}
+        return args, kwargs
+
+
+class MergeOnce(ModelHook):
+    """Merge at a block's entry; at its exit unmerge the block's update, so that the residual stream stays
+    sharp."""
+
+    def __init__(self, session: Session, group: str, name: str) -> None:
+        super().__init__()
+        self.session = session
+        self.group = group
+        self.name = name
+
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        x, args, kwargs = take_hidden_states(args, kwargs)
+        plan = self.session.plan(self.group, x)
+        if plan is None:
+            return (x, *args), kwargs
+        merged = plan.merge(x)
+        self.session.scratch[self.name] = (x, merged)
+        return (merged, *args), kwargs
+
+    def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
+        if self.name not in self.session.scratch:
+            return output
+        x, merged = self.session.scratch.pop(self.name)
+        return x + self.session.clock.current.plans[self.group].unmerge(output - merged)
+
+
+class Arrange(ModelHook):
+    """Put tokens into layout order at the entry of a run of blocks, so that every region is a view."""
+
+    def __init__(self, session: Session, kind: str) -> None:
+        super().__init__()
+        self.session = session
+        self.kind = kind
+
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        x, args, kwargs = take_hidden_states(args, kwargs)
+        layout = self.session.clock.current.arrangement.get(self.kind)
+        return (x if layout is None else layout.arrange(x), *args), kwargs
+
+
+class Restore(ModelHook):
+    """Put tokens back into their original order at the exit of a run of blocks."""
+
+    def __init__(self, session: Session, kind: str) -> None:
+        super().__init__()
+        self.session = session
+        self.kind = kind
+
+    def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
+        layout = self.session.clock.current.arrangement.get(self.kind)
+        return output if layout is None else layout.restore(output)
+
+
+def key_bias(sizes: torch.Tensor) -> torch.Tensor:
+    """sizes: (B, D) -> (B, 1, D), what proportional attention adds to the logits of the merged keys."""
+    return sizes.log().unsqueeze(1)
+
+
+def take_hidden_states(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]:
+    """The hidden states of a call, given by position or by name, and the rest of its arguments."""
+    if args:
+        return args[0], args[1:], kwargs
+    rest = dict(kwargs)
+    return rest.pop("hidden_states"), args, rest
+
+
+def attach(module: nn.Module, hook: ModelHook) -> None:
+    HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, PREFIX + type(hook).__name__)
+
+
+def detach(module: nn.Module) -> None:
+    """Remove every hook of ours from a module, leaving all others as they are.
+
+    `HookRegistry.remove_hook` forgets that the next outer hook may have replaced the forward it wraps.
+    """
+    registry: HookRegistry | None = getattr(module, "_diffusers_hook", None)
+    if registry is None:
+        return
+    for name in [name for name in registry._hook_order if name.startswith(PREFIX)]:
+        outer = registry._fn_refs[registry._hook_order.index(name) + 1 :][:1]
+        replaced = [ref.forward for ref in outer if ref.original_forward is not None]
+        registry.remove_hook(name, recurse=False)
+        for ref, forward in zip(outer, replaced, strict=False):
+            ref.original_forward, ref.forward = ref.forward, forward
