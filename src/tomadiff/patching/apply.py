@@ -13,7 +13,7 @@ from torch import nn
 from tomadiff.config import MergeConfig, preset
 from tomadiff.patching.adapters import ADAPTERS, adapter_for
 from tomadiff.patching.adapters.base import Adapter, Block, Site
-from tomadiff.patching.hooks import attach, detach
+from tomadiff.patching.hooks import PlanAtEntry, attach, detach
 from tomadiff.patching.session import Group, Place, Session
 
 Target = TypeVar("Target")
@@ -144,13 +144,17 @@ def _install(model: nn.Module, adapter: Adapter, config: MergeConfig) -> None:
             "blocks, and modules, skip_first and overrides leave none of them to merge"
         )
     session = Session(config, adapter, groups, places)
+    planning: dict[str, dict[str, None]] = {}  # the groups of each block, each once
     for place in places:
         if place.group is not None:
+            planning.setdefault(place.block, {})[place.group] = None
             for module, make in place.site.hooks:
                 attach(module, make(session, place.group))
-    merging = [place.block for place in places if place.group is not None]
+    for block in blocks:
+        if block.name in planning:
+            attach(block.module, PlanAtEntry(session, tuple(planning[block.name])))
     for passage in adapter.passages():
-        if any(name.startswith(passage.prefix) for name in merging):
+        if any(name.startswith(passage.prefix) for name in planning):
             for module, make in passage.hooks:
                 attach(module, make(session, passage.kind))
     # Hooks of the module itself run before `forward`, so outside of the graph of a compiled model.
@@ -199,4 +203,4 @@ def _modules(adapter: Adapter) -> list[nn.Module]:
     """Every module that may carry a hook of ours."""
     hooks = [site.hooks for block in adapter.blocks() for site in (*block.sites, block.once)]
     hooks += [passage.hooks for passage in adapter.passages()]
-    return [module for some in hooks for module, _ in some]
+    return [block.module for block in adapter.blocks()] + [module for some in hooks for module, _ in some]

@@ -17,36 +17,51 @@ from tomadiff.patching.session import Session
 PREFIX = "tomadiff_"
 
 
+class PlanAtEntry(ModelHook):
+    """Make the plans that a block needs, where they are due, from the hidden states that enter it."""
+
+    def __init__(self, session: Session, groups: tuple[str, ...]) -> None:
+        super().__init__()
+        self.session = session
+        self.groups = groups
+
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        x, _, _ = take_hidden_states(args, kwargs)
+        for group in self.groups:
+            self.session.plan(group, x)
+        return args, kwargs
+
+
 class MergeAround(ModelHook):
     """Merge the hidden states before a module and unmerge its output.
 
     bound_to_order: names of arguments that belong to the tokens one by one (masks). A call that has one runs
         unmerged, with its tokens in their original order.
-    may_be_chunked: the block may hand the module its tokens in chunks (`enable_forward_chunking`); these run
-    unmerged.
     """
 
-    def __init__(
-        self, session: Session, group: str, bound_to_order: tuple[str, ...] = (), may_be_chunked: bool = False
-    ) -> None:
+    def __init__(self, session: Session, group: str, bound_to_order: tuple[str, ...] = ()) -> None:
         super().__init__()
         self.session = session
         self.group = group
         self.bound_to_order = bound_to_order
-        self.may_be_chunked = may_be_chunked
         self._did = "nothing"
 
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         x, args, kwargs = take_hidden_states(args, kwargs)
-        self._did = self._choose(x, kwargs)
-        if self._did == "reorder":
-            return (self.session.clock.current.layouts[self.group].restore(x), *args), kwargs
-        plan = self.session.plan(self.group, x) if self._did == "merge" else None
+        plan = self.session.current_plan(self.group, x)
         if plan is None:
-            return (x, *args), kwargs
-        return (plan.merge(x), *args), self.merged_arguments(plan.sizes, kwargs)
+            self._did = "nothing"
+        elif any(kwargs.get(name) is not None for name in self.bound_to_order):
+            self._did = "reorder"
+            x = self.session.clock.current.layouts[self.group].restore(x)
+        else:
+            self._did = "merge"
+            x, kwargs = plan.merge(x), self.merged_arguments(plan.sizes, kwargs)
+        return (x, *args), kwargs
 
     def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
         current = self.session.clock.current
@@ -59,23 +74,6 @@ class MergeAround(ModelHook):
     def merged_arguments(self, sizes: torch.Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The module's other arguments when its tokens are merged. sizes: (B, D)"""
         return kwargs
-
-    def _choose(self, x: torch.Tensor, kwargs: dict[str, Any]) -> str:
-        current = self.session.clock.current
-        layout = current.layouts.get(self.group)
-        if layout is None:
-            return "nothing"
-        if (x.shape[0], x.shape[1]) != (current.batch, layout.tokens):
-            if self.may_be_chunked:
-                return "nothing"
-            raise RuntimeError(
-                f"expected {layout.tokens} tokens ({layout.grids}) and batch {current.batch}, got "
-                f"{tuple(x.shape)}. This model's tokens are not where tomadiff looks for them; "
-                "`tomadiff.remove` it, and please report the model's configuration"
-            )
-        if any(kwargs.get(name) is not None for name in self.bound_to_order):
-            return "reorder"
-        return "merge"
 
 
 class MergeSelfAttention(MergeAround):
@@ -122,7 +120,7 @@ class MergeOnce(ModelHook):
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         x, args, kwargs = take_hidden_states(args, kwargs)
-        plan = self.session.plan(self.group, x)
+        plan = self.session.current_plan(self.group, x)
         if plan is None:
             return (x, *args), kwargs
         merged = plan.merge(x)

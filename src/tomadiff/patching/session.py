@@ -51,7 +51,7 @@ class Session:
     """Lives on the patched model and is shared by all its hooks.
 
     Everything that reads values (timesteps, sizes, counters) is in `enter` and `exit`, which run around the
-    model, outside of any compiled graph. `plan` is all that runs inside.
+    model, outside of any compiled graph. `plan` and `current_plan` are all that runs inside.
     """
 
     def __init__(
@@ -76,19 +76,28 @@ class Session:
         self._lock = threading.RLock()
         self._owner: int | None = None
 
-    def plan(self, group: str, x: torch.Tensor) -> Plan | None:
-        """The plan of a group in this step, made from x: (B, N, C) if there is none yet; None if the group
-        rests."""
+    def plan(self, group: str, x: torch.Tensor) -> None:
+        """Make the plan of a group from x: (B, N, C), if the group merges in this step and has none yet."""
         current = self.clock.current
         layout = current.layouts.get(group)
-        if layout is None:
+        if layout is None or group in current.plans:
+            return
+        if x.shape[1] != layout.tokens:
+            raise RuntimeError(
+                f"expected {layout.tokens} tokens ({layout.grids}), got {tuple(x.shape)}: this model's tokens are "
+                "not where tomadiff looks for them. `tomadiff.remove` it, and please report its configuration"
+            )
+        outdated = current.outdated.get(group)
+        current.plans[group] = self.method.plan(x, layout) if outdated is None else outdated.refresh(x)
+
+    def current_plan(self, group: str, x: torch.Tensor) -> Plan | None:
+        """The plan to merge x: (B, T, C) with. None if the group rests, or if x is a part of the tokens
+        only, as blocks hand them to a module one chunk at a time (`enable_forward_chunking`)."""
+        current = self.clock.current
+        layout = current.layouts.get(group)
+        if layout is None or (x.shape[0], x.shape[1]) != (current.batch, layout.tokens):
             return None
-        plan = current.plans.get(group)
-        if plan is None:
-            outdated = current.outdated.get(group)
-            plan = self.method.plan(x, layout) if outdated is None else outdated.refresh(x)
-            current.plans[group] = plan
-        return plan
+        return current.plans.get(group)
 
     @torch.compiler.disable
     def enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

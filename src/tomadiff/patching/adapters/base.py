@@ -33,12 +33,13 @@ class Site:
 @dataclass(frozen=True)
 class Block:
     """A transformer block. Blocks of one `kind` see the same token grid at the same width and can share
-    plans.
+    plans; a plan is made from the hidden states that enter `module`.
 
     sites: where it merges in mode "each"; once: where it merges in mode "once"
     """
 
     name: str
+    module: nn.Module
     kind: str
     sites: tuple[Site, ...]
     once: Site

@@ -18,7 +18,6 @@ from tomadiff.patching.hooks import Arrange, MergeAround, MergeOnce, MergeSelfAt
 
 # `ip_adapter_masks` are resized to the tokens of the picture, row by row.
 CROSS_ATTENTION = partial(MergeAround, bound_to_order=("ip_adapter_masks",))
-FEED_FORWARD = partial(MergeAround, may_be_chunked=True)
 
 
 class UNetAdapter:
@@ -81,6 +80,6 @@ def _block(name: str, block: BasicTransformerBlock, kind: str) -> Block:
     sites = [Site("self", f"{name}.attn1", ((block.attn1, MergeSelfAttention),))]
     if block.attn2 is not None:
         sites.append(Site("cross", f"{name}.attn2", ((block.attn2, CROSS_ATTENTION),)))
-    sites.append(Site("ff", f"{name}.ff", ((block.ff, FEED_FORWARD),)))
+    sites.append(Site("ff", f"{name}.ff", ((block.ff, MergeAround),)))
     once = Site("block", name, ((block, partial(MergeOnce, name=name)), (block.attn1, WeighKeys)))
-    return Block(name, kind, tuple(sites), once)
+    return Block(name, block, kind, tuple(sites), once)
