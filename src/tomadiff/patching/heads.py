@@ -51,7 +51,8 @@ def widen(x: torch.Tensor, role: str, bias: torch.Tensor) -> torch.Tensor:
 
 def narrow(x: torch.Tensor, heads: int) -> torch.Tensor:
     """x: (B, S, heads * (D + EXTRA)) -> (B, S, heads * D)"""
-    return x.unflatten(-1, (heads, -1))[..., :-EXTRA].flatten(-2)
+    narrowed: torch.Tensor = x.unflatten(-1, (heads, -1))[..., :-EXTRA].flatten(-2)
+    return narrowed
 
 
 class AtProjection(ModelHook):
@@ -136,7 +137,7 @@ _RUNS = (
 _ROLES = ("query", "key", "value")
 
 
-def head_hooks(attn: nn.Module, heads_first: bool) -> tuple[tuple[nn.Module, HookMaker], ...]:
+def head_hooks(attn: Any, heads_first: bool) -> tuple[tuple[nn.Module, HookMaker], ...]:
     """The hooks inside an attention with the module names that diffusers' joint attentions share."""
     hooks: list[tuple[nn.Module, Callable[..., ModelHook]]] = []
     for run, projections, fused, norms in _RUNS:

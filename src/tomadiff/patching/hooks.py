@@ -131,7 +131,8 @@ class MergeOnce(ModelHook):
         if self.name not in self.session.scratch:
             return output
         x, merged = self.session.scratch.pop(self.name)
-        return x + self.session.clock.current.plans[self.group].unmerge(output - merged)
+        result: torch.Tensor = x + self.session.clock.current.plans[self.group].unmerge(output - merged)
+        return result
 
 
 class Arrange(ModelHook):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from functools import partial
 
+from diffusers.hooks import HookRegistry
 from torch import nn
 
 from tomadiff.config import MergeConfig
@@ -65,7 +66,7 @@ def hook(model: nn.Module, session: Session) -> None:
     }
     for module in hooked:
         siblings, name = parents[module]
-        hooks = module._diffusers_hook._hook_order
+        hooks = HookRegistry.check_if_exists_or_initialize(module)._hook_order
         session.hooked.append(Hooked(module, siblings, name, hooks, (len(siblings), len(hooks))))
     session.renew = partial(_hook_again, model, session)
 

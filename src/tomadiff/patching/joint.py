@@ -88,7 +88,7 @@ class JointAttention(ModelHook):
         self._set_width(module, EXTRA if self._wide else 0)
         return (x, *args), kwargs
 
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
+    def post_forward(self, module: Any, output: Any) -> Any:
         self.session.scratch.pop("text", None)
         self.session.scratch.pop("image", None)
         self._set_width(module, 0)
@@ -208,7 +208,7 @@ def unmerge_image(x: torch.Tensor, plan: Plan, text: int) -> torch.Tensor:
     return torch.cat((x[:, :text], plan.unmerge(x[:, text:])), dim=1)
 
 
-def takes_mask(attn: nn.Module) -> bool:
+def takes_mask(attn: Any) -> bool:
     """Whether the backend of this attention adds a float mask to the logits."""
     backend = attn.processor._attention_backend
     if backend is None:

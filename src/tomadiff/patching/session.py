@@ -104,8 +104,9 @@ class Session:
             return
         if x.shape[1] != layout.tokens:
             raise RuntimeError(
-                f"expected {layout.tokens} tokens ({layout.grids}), got {tuple(x.shape)}: this model's tokens are "
-                "not where tomadiff looks for them. `tomadiff.remove` it, and please report its configuration"
+                f"expected {layout.tokens} tokens ({layout.grids}), got {tuple(x.shape)}: this model's "
+                "tokens are not where tomadiff looks for them. `tomadiff.remove` it, and please report its "
+                "configuration"
             )
         outdated = current.outdated.get(group)
         current.plans[group] = self.method.plan(x, layout) if outdated is None else outdated.refresh(x)

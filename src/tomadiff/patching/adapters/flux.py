@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from diffusers import FluxTransformer2DModel
 from diffusers.models.controlnets.controlnet_flux import FluxControlNetModel
+from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock, FluxTransformerBlock
 from torch import nn
 
 from tomadiff.core.regions import Grid, Layout
@@ -78,7 +79,7 @@ class FluxAdapter(Adapter):
         self._model = model
         controlnet = isinstance(model, FluxControlNetModel)
         self._names = CONTROLNET_ARGUMENTS if controlnet else TRANSFORMER_ARGUMENTS
-        self._per_token = PER_TOKEN
+        self._per_token: tuple[str, ...] = PER_TOKEN
         if controlnet and model.input_hint_block is None:
             self._per_token = (*PER_TOKEN, "controlnet_cond")
 
@@ -112,41 +113,44 @@ class FluxAdapter(Adapter):
         for name in self._per_token:
             if name in given:
                 given[name] = map_tensors(layout.arrange, given[name])
-        given["img_ids"] = given["img_ids"].index_select(-2, layout.order.to(given["img_ids"].device))
+        ids = given["img_ids"]
+        if layout.order is not None:
+            given["img_ids"] = ids.index_select(-2, layout.order.to(ids.device))
         return (), given
 
     def restore(self, output: Any, layout: Layout) -> Any:
         return map_tensors(layout.restore, output)
 
 
-def _dual(name: str, block: nn.Module) -> Block:
-    heads = head_hooks(block.attn, heads_first=False)
+def _dual(name: str, block: FluxTransformerBlock) -> Block:
     attention = partial(JointAttention, merge=True, masked=True)
-    inside = partial(JointAttention, merge=False, masked=True)
     sites = (
-        Site("self", f"{name}.attn", ((block.attn, attention), *heads)),
+        Site("self", f"{name}.attn", ((block.attn, attention), *head_hooks(block.attn, heads_first=False))),
         Site("ff", f"{name}.ff", ((block.ff, MergeAround),)),
     )
-    once = Site("block", name, (*_once(name, block), (block.attn, inside), *heads))
-    return Block(name, block, "dual", sites, once)
+    return Block(name, block, "dual", sites, _once(name, block))
 
 
-def _once(name: str, block: nn.Module) -> tuple[tuple[nn.Module, HookMaker], ...]:
-    return (block, partial(MergeJointOnce, name=name)), (block.attn, MergeCached)
+def _single(name: str, block: FluxSingleTransformerBlock) -> Block:
+    """Attention and MLP run side by side between `norm` and `proj_out`, so they merge together."""
+    together = ((block.norm, MergeImagePart), *_merged_before(block), (block.proj_out, UnmergeImagePart))
+    return Block(name, block, "single", (Site("self+ff", f"{name}.attn+mlp", together),), _once(name, block))
 
 
-def _single(name: str, block: nn.Module) -> Block:
-    inside = partial(JointAttention, merge=False, masked=True)
-    attention = ((block.attn, inside), *head_hooks(block.attn, heads_first=False))
-    together = (
-        (block.norm, MergeImagePart),
-        *attention,
+def _once(name: str, block: FluxTransformerBlock | FluxSingleTransformerBlock) -> Site:
+    return Site("block", name, ((block, partial(MergeJointOnce, name=name)), *_merged_before(block)))
+
+
+def _merged_before(
+    block: FluxTransformerBlock | FluxSingleTransformerBlock,
+) -> tuple[tuple[nn.Module, HookMaker], ...]:
+    """The hooks of an attention whose image tokens come merged."""
+    attention = partial(JointAttention, merge=False, masked=True)
+    return (
+        (block.attn, attention),
         (block.attn, MergeCached),
-        (block.proj_out, UnmergeImagePart),
+        *head_hooks(block.attn, heads_first=False),
     )
-    sites = (Site("self+ff", f"{name}.attn+mlp", together),)
-    once = Site("block", name, (*_once(name, block), *attention))
-    return Block(name, block, "single", sites, once)
 
 
 _KNOWN: dict[int, tuple[Grid, ...]] = {}
@@ -163,7 +167,7 @@ def grids_of(ids: torch.Tensor) -> tuple[Grid, ...]:
 
 
 def read_grids(ids: torch.Tensor) -> tuple[Grid, ...]:
-    """ids: (N, 3) or (1, N, 3), columns (picture, row, column) in any unit -> height and width of each picture
+    """ids: (N, 3) or (1, N, 3), columns (picture, row, column) in any unit -> height, width of each picture
 
     Tokens that are not a full grid count as one row.
 

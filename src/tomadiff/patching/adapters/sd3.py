@@ -8,11 +8,13 @@ from typing import Any
 
 from diffusers import SD3Transformer2DModel
 from diffusers.models.attention import JointTransformerBlock
+from torch import nn
 
 from tomadiff.core.regions import Layout
 from tomadiff.patching.adapters.base import (
     Adapter,
     Block,
+    HookMaker,
     Passage,
     Reading,
     Site,
@@ -88,10 +90,8 @@ def _block(name: str, block: JointTransformerBlock) -> Block:
     heads = {part: head_hooks(attn, heads_first=True) for part, attn in attentions}
     sites = [Site("self", f"{name}.{part}", ((attn, MERGED_HERE), *heads[part])) for part, attn in attentions]
     sites.append(Site("ff", f"{name}.ff", ((block.ff, MergeAround),)))
-    inside = [
-        hooks
-        for part, attn in attentions
-        for hooks in ((attn, MERGED_BEFORE), (attn, MergeCached), *heads[part])
-    ]
+    inside: list[tuple[nn.Module, HookMaker]] = []
+    for part, attn in attentions:
+        inside += [(attn, MERGED_BEFORE), (attn, MergeCached), *heads[part]]
     once = Site("block", name, ((block, partial(MergeJointOnce, name=name)), *inside))
     return Block(name, block, "joint", tuple(sites), once)
