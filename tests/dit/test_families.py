@@ -38,9 +38,7 @@ def test_every_token_its_own_destination_changes_nothing(family, mode, batch, me
     expected = run(model, inputs(batch=batch))
     tomadiff.apply(model, config=EVERYONE.replace(mode=mode, merge_region=merge_region))
     torch.testing.assert_close(run(model, inputs(batch=batch)), expected, atol=1e-4, rtol=1e-4)
-    assert session_of(model).counts and all(
-        count.selected == 1 for count in session_of(model).counts.values()
-    )
+    assert [count.selected for count in session_of(model).counts.values()] in ([1], [1, 1])
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 9), (7, 13), (16, 9), (9, 16), (20, 20)])
