@@ -29,7 +29,7 @@ def lay_groups(
             if max(config.ratios) if ratio is None else ratio:
                 name = _group_name(block, ratio, config.share)
                 groups[name] = Group(block.kind, ratio)
-            places.append(Place(block.name, block.kind, site, name))
+            places.append(Place(block, site, name))
     wants_nothing = max(config.ratios) == 0 and not any(config.overrides.values())
     if not groups and not wants_nothing:
         raise ValueError(
@@ -41,18 +41,18 @@ def lay_groups(
 
 def hook(model: nn.Module, session: Session) -> None:
     """Attach the hooks of all places of a session."""
-    planning: dict[str, dict[str, None]] = {}  # the groups of each block, each once
+    planning: dict[str, list[Place]] = {}
     hooked: dict[nn.Module, None] = {}
     for place in session.places:
         if place.group is not None:
-            planning.setdefault(place.block, {})[place.group] = None
+            planning.setdefault(place.block.name, []).append(place)
             for module, make in place.site.hooks:
                 attach(module, make(session, place.group))
                 hooked[module] = None
-    for block in session.adapter.blocks():
-        if block.name in planning:
-            attach(block.module, PlanAtEntry(session, tuple(planning[block.name])))
-            hooked[block.module] = None
+    for places in planning.values():
+        groups = dict.fromkeys(place.group for place in places if place.group is not None)
+        attach(places[0].block.module, PlanAtEntry(session, tuple(groups)))
+        hooked[places[0].block.module] = None
     for passage in session.adapter.passages():
         if any(name.startswith(passage.prefix) for name in planning):
             for module, make in passage.hooks:
