@@ -136,6 +136,6 @@ def check_tokens(x: torch.Tensor, layout: Layout) -> None:
     """x: (B, N, C) must have the tokens that the layout is for."""
     if x.shape[1] != layout.tokens:
         raise RuntimeError(
-            f"expected {layout.tokens} tokens ({layout.grids}), got {tuple(x.shape)}: this model's tokens are "
-            "not where tomadiff looks for them. Please `tomadiff.remove` it and report its configuration"
+            f"expected {layout.tokens} tokens ({layout.grids}), got {tuple(x.shape)}: this model's tokens "
+            "are not where tomadiff looks for them. Please `tomadiff.remove` it and report its configuration"
         )
