@@ -85,7 +85,8 @@ class Session:
         self.grids: Mapping[str, tuple[Grid, ...]] = {}
         self.layouts: Mapping[str, Layout] = {}
         self.clock = Clock()
-        # Tensors that a hook needs from the beginning of its module to its end, by name of the hook.
+        # What hooks need from the beginning of a module to its end. One module runs at a time, so names are
+        # the same for all: one for each block would make `torch.compile` compile each anew.
         self.scratch: dict[str, Any] = {}
         # Two pipelines may share one model; the clock's current pass must not change under a running call.
         self._lock = threading.RLock()

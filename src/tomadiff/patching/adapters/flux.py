@@ -138,7 +138,7 @@ def _single(name: str, block: FluxSingleTransformerBlock) -> Block:
 
 
 def _once(name: str, block: FluxTransformerBlock | FluxSingleTransformerBlock) -> Site:
-    return Site("block", name, ((block, partial(MergeJointOnce, name=name)), *_merged_before(block)))
+    return Site("block", name, ((block, MergeJointOnce), *_merged_before(block)))
 
 
 def _merged_before(

@@ -93,5 +93,5 @@ def _block(name: str, block: JointTransformerBlock) -> Block:
     inside: list[tuple[nn.Module, HookMaker]] = []
     for part, attn in attentions:
         inside += [(attn, MERGED_BEFORE), (attn, MergeCached), *heads[part]]
-    once = Site("block", name, ((block, partial(MergeJointOnce, name=name)), *inside))
+    once = Site("block", name, ((block, MergeJointOnce), *inside))
     return Block(name, block, "joint", tuple(sites), once)
