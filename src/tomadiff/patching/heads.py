@@ -152,9 +152,10 @@ def head_hooks(attn: Any, heads_first: bool) -> tuple[tuple[nn.Module, HookMaker
                     (getattr(attn, name), partial(AtProjection, run=run, roles=(role,), heads=attn.heads))
                 )
         if getattr(attn, fused, None) is not None:
-            hooks.append(
-                (getattr(attn, fused), partial(AtProjection, run=run, roles=roles, heads=attn.heads))
-            )
+            # The fused processor of the blocks with heads first leaves the norms out.
+            fused_roles = _ROLES if heads_first else roles
+            make = partial(AtProjection, run=run, roles=fused_roles, heads=attn.heads)
+            hooks.append((getattr(attn, fused), make))
         for role, norm in zip(_ROLES, normed, strict=False):
             if norm is not None:
                 hooks.append((norm, partial(AtNorm, run=run, role=role, heads_first=heads_first)))

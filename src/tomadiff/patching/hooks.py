@@ -156,15 +156,14 @@ class Arrange(ModelHook):
 
 
 class ArrangeAfter(ModelHook):
-    """Put the tokens that a module makes into layout order."""
+    """Put the tokens that a module makes into the order of the whole model."""
 
     def __init__(self, session: Session, kind: str) -> None:
         super().__init__()
         self.session = session
-        self.kind = kind
 
     def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
-        layout = self.session.clock.current.arrangement.get(self.kind)
+        layout = self.session.order
         if layout is None:
             return output
         check_tokens(output, layout)
@@ -172,18 +171,17 @@ class ArrangeAfter(ModelHook):
 
 
 class RestoreBefore(ModelHook):
-    """Put tokens back into their original order before a module."""
+    """Put the tokens of the whole model back into their original order before a module."""
 
     def __init__(self, session: Session, kind: str) -> None:
         super().__init__()
         self.session = session
-        self.kind = kind
 
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         x, args, kwargs = take_hidden_states(args, kwargs)
-        layout = self.session.clock.current.arrangement.get(self.kind)
+        layout = self.session.order
         return (x if layout is None else layout.restore(x), *args), kwargs
 
 
