@@ -213,10 +213,16 @@ def _check_ratio(ratio: float, name: str) -> None:
 _PAPER = MergeConfig(tau=0.001, proportional=False, merge_region="global", min_tokens=0)
 _PAPER_TILE = _PAPER.replace(merge_region="tile")
 
+_DIT = MergeConfig(select_every=1, weights_every=1, skip_first=3)
+
 PRESETS: dict[str, MergeConfig] = {
     # Defaults of each family of models, used by `apply(model, ratio)`.
     "sd": MergeConfig(),
     "sdxl": MergeConfig(),
+    # As published for Flux: a new plan at every step, shared within a kind of block, the first blocks of
+    # each kind left alone.
+    "flux": _DIT,
+    "sd3": _DIT,
     # The published variants on SDXL.
     "paper": _PAPER,
     "paper-tile": _PAPER_TILE,
