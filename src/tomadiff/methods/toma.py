@@ -47,7 +47,9 @@ class ToMAPlan(NamedTuple):
             places.append((maps.destinations.view(batch, group.count, -1) + first[:, None]).flatten(1))
             start += group.count * group.size
         place = torch.cat(places, dim=1)
-        return place if self.layout.order is None else self.layout.order[place]
+        if self.layout.order is None:
+            return place
+        return self.layout.order.index_select(0, place.flatten()).view_as(place)
 
     def merge(self, x: torch.Tensor) -> torch.Tensor:
         """x: (B, N, C) in layout order -> (B, D, C)"""

@@ -112,12 +112,13 @@ class JointAttention(ModelHook):
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
         """cos and sin: (T + N, D), image tokens in layout order -> those of the text: (1, T, D), and of the
         destinations: (B, D', D)"""
-        places = plan.positions
+        positions = plan.positions
+        places = positions.flatten()
         layout = self.session.clock.current.layouts[self.group]
         if layout.inverse is not None:
-            places = layout.inverse[places]
-        cos, sin = tables
-        return (cos[None, :text], sin[None, :text]), (cos[text + places], sin[text + places])
+            places = layout.inverse.index_select(0, places)
+        cos, sin = (table.index_select(0, text + places).unflatten(0, positions.shape) for table in tables)
+        return (tables[0][None, :text], tables[1][None, :text]), (cos, sin)
 
 
 class MergeImagePart(ModelHook):
