@@ -11,6 +11,7 @@ from diffusers import DiffusionPipeline
 from torch import nn
 
 from tomadiff.config import MergeConfig, preset
+from tomadiff.methods import METHODS
 from tomadiff.patching.adapters import ADAPTERS, adapter_for
 from tomadiff.patching.adapters.base import Adapter, Block, Site
 from tomadiff.patching.hooks import PlanAtEntry, attach, detach
@@ -127,17 +128,20 @@ def _find(target: Any) -> tuple[nn.Module, Adapter]:
 def _install(model: nn.Module, adapter: Adapter, config: MergeConfig) -> None:
     blocks = adapter.blocks()
     ratios = _ratios(blocks, config)
+    method = METHODS[config.method](config)
     groups: dict[str, Group] = {}
     places: list[Place] = []
-    for block in blocks:
+    for index, block in enumerate(blocks):
+        variant = method.variant(index / len(blocks))
         for site in _sites(block, config):
-            ratio = ratios.get(site.name)
+            ratio = 0.0 if config.method == "none" else ratios.get(site.name)
             name = None
             if max(config.ratios) if ratio is None else ratio:
-                name = _group_name(block, ratio, config.share)
-                groups[name] = Group(block.kind, ratio)
+                name = _group_name(block, ratio, config.share, variant)
+                groups[name] = Group(block.kind, ratio, variant)
             places.append(Place(block.name, block.kind, site, name))
-    wants_nothing = max(config.ratios) == 0 and not any(config.overrides.values())
+    asked = (*config.ratios, *config.overrides.values())
+    wants_nothing = config.method == "none" or not any(asked)
     if not groups and not wants_nothing:
         raise ValueError(
             f"this configuration would merge nothing: {type(model).__name__} has {len(blocks)} transformer "
@@ -165,12 +169,14 @@ def _install(model: nn.Module, adapter: Adapter, config: MergeConfig) -> None:
     setattr(model, _SESSION, session)
 
 
-def _group_name(block: Block, ratio: float | None, share: bool) -> str:
+def _group_name(block: Block, ratio: float | None, share: bool, variant: str) -> str:
     parts = [block.kind]
     if not share:
         parts.append(block.name)
     if ratio is not None:
         parts.append(f"at {ratio}")
+    if variant:
+        parts.append(variant)
     return " ".join(parts)
 
 

@@ -58,6 +58,14 @@ class MergeAround(ModelHook):
         elif any(kwargs.get(name) is not None for name in self.bound_to_order):
             self._did = "reorder"
             x = self.session.clock.current.layouts[self.group].restore(x)
+        elif self.session.method.keys_only:
+            if getattr(module, "fused_projections", False):
+                raise ValueError(
+                    "this method gives keys and values fewer tokens than queries, and fused projections "
+                    "cannot: call `unfuse_qkv_projections()` first"
+                )
+            self._did = "nothing"
+            kwargs = self.merged_arguments(plan.sizes, kwargs) | {"encoder_hidden_states": plan.merge(x)}
         else:
             self._did = "merge"
             x, kwargs = plan.merge(x), self.merged_arguments(plan.sizes, kwargs)

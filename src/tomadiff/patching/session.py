@@ -21,10 +21,11 @@ from tomadiff.patching.clock import Clock
 @dataclass(frozen=True)
 class Group:
     """Sites that share one plan: one kind of block, one ratio (None: the configuration's, which may
-    change)."""
+    change), one variant of the method."""
 
     kind: str
     ratio: float | None
+    variant: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,9 @@ class Session:
             wanted = ratio if group.ratio is None or ratio is None else group.ratio
             tokens = sum(height * width for height, width in reading.grids[group.kind])
             if wanted and tokens >= self.config.min_tokens:
-                current.layouts[name] = self.method.layout(reading.grids[group.kind], wanted, reading.device)
+                current.layouts[name] = self.method.layout(
+                    reading.grids[group.kind], wanted, reading.device, current.steps, group.variant
+                )
         current.arrangement = {self.groups[name].kind: layout for name, layout in current.layouts.items()}
         self.grids, self.layouts = reading.grids, current.layouts
 
