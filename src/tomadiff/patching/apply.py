@@ -52,8 +52,9 @@ def apply(target: Target, ratio: float | None = None, config: MergeConfig | None
     model, adapter = _find(target)
     if config is None:
         config = preset(adapter.family, ratio=0.5 if ratio is None else ratio)
+    session = _prepare(model, adapter, config)
     remove(model)
-    _install(model, adapter, config)
+    _install(model, session)
     return target
 
 
@@ -125,7 +126,9 @@ def _find(target: Any) -> tuple[nn.Module, Adapter]:
     )
 
 
-def _install(model: nn.Module, adapter: Adapter, config: MergeConfig) -> None:
+def _prepare(model: nn.Module, adapter: Adapter, config: MergeConfig) -> Session:
+    """Decide what merges where. Raises without having changed anything if the configuration does not fit the
+    model."""
     blocks = adapter.blocks()
     ratios = _ratios(blocks, config)
     method = METHODS[config.method](config)
@@ -139,7 +142,7 @@ def _install(model: nn.Module, adapter: Adapter, config: MergeConfig) -> None:
             if max(config.ratios) if ratio is None else ratio:
                 name = _group_name(block, ratio, config.share, variant)
                 groups[name] = Group(block.kind, ratio, variant)
-            places.append(Place(block.name, block.kind, site, name))
+            places.append(Place(block, site, name))
     asked = (*config.ratios, *config.overrides.values())
     wants_nothing = config.method == "none" or not any(asked)
     if not groups and not wants_nothing:
@@ -147,17 +150,20 @@ def _install(model: nn.Module, adapter: Adapter, config: MergeConfig) -> None:
             f"this configuration would merge nothing: {type(model).__name__} has {len(blocks)} transformer "
             "blocks, and modules, skip_first and overrides leave none of them to merge"
         )
-    session = Session(config, adapter, groups, places)
-    planning: dict[str, dict[str, None]] = {}  # the groups of each block, each once
-    for place in places:
+    return Session(config, adapter, groups, places)
+
+
+def _install(model: nn.Module, session: Session) -> None:
+    planning: dict[str, list[Place]] = {}
+    for place in session.places:
         if place.group is not None:
-            planning.setdefault(place.block, {})[place.group] = None
+            planning.setdefault(place.block.name, []).append(place)
             for module, make in place.site.hooks:
                 attach(module, make(session, place.group))
-    for block in blocks:
-        if block.name in planning:
-            attach(block.module, PlanAtEntry(session, tuple(planning[block.name])))
-    for passage in adapter.passages():
+    for places in planning.values():
+        groups = dict.fromkeys(place.group for place in places if place.group is not None)
+        attach(places[0].block.module, PlanAtEntry(session, tuple(groups)))
+    for passage in session.adapter.passages():
         if any(name.startswith(passage.prefix) for name in planning):
             for module, make in passage.hooks:
                 attach(module, make(session, passage.kind))

@@ -12,7 +12,7 @@ import torch
 from diffusers.hooks import HookRegistry, ModelHook
 from torch import nn
 
-from tomadiff.patching.session import Session
+from tomadiff.patching.session import Session, check_tokens
 
 PREFIX = "tomadiff_"
 
@@ -155,7 +155,10 @@ class Arrange(ModelHook):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         x, args, kwargs = take_hidden_states(args, kwargs)
         layout = self.session.clock.current.arrangement.get(self.kind)
-        return (x if layout is None else layout.arrange(x), *args), kwargs
+        if layout is not None:
+            check_tokens(x, layout)
+            x = layout.arrange(x)
+        return (x, *args), kwargs
 
 
 class Restore(ModelHook):

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from tomadiff.config import MergeConfig
 from tomadiff.core.regions import Grid, Layout
 from tomadiff.methods import METHODS, Plan
-from tomadiff.patching.adapters.base import Adapter, Site
+from tomadiff.patching.adapters.base import Adapter, Block, Site
 from tomadiff.patching.clock import Clock
 
 
@@ -32,8 +32,7 @@ class Group:
 class Place:
     """A site in a model, and the group whose plan it uses; None if it is left alone."""
 
-    block: str
-    kind: str
+    block: Block
     site: Site
     group: str | None
 
@@ -67,9 +66,6 @@ class Session:
         self.counts = {name: Count() for name in groups}
         self.grids: Mapping[str, tuple[Grid, ...]] = {}
         self.layouts: Mapping[str, Layout] = {}
-        self._start()
-
-    def _start(self) -> None:
         self.clock = Clock()
         # Tensors that a hook needs from the beginning of its module to its end, by name of the hook.
         self.scratch: dict[str, tuple[torch.Tensor, ...]] = {}
@@ -83,11 +79,7 @@ class Session:
         layout = current.layouts.get(group)
         if layout is None or group in current.plans:
             return
-        if x.shape[1] != layout.tokens:
-            raise RuntimeError(
-                f"expected {layout.tokens} tokens ({layout.grids}), got {tuple(x.shape)}: this model's tokens are "
-                "not where tomadiff looks for them. `tomadiff.remove` it, and please report its configuration"
-            )
+        check_tokens(x, layout)
         outdated = current.outdated.get(group)
         current.plans[group] = self.method.plan(x, layout) if outdated is None else outdated.refresh(x)
 
@@ -136,11 +128,17 @@ class Session:
         self._owner = None
         self._lock.release()
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copied model starts anew: plans belong to a running generation, a lock to its threads.
-        transient = ("clock", "scratch", "_lock", "_owner")
-        return {name: value for name, value in vars(self).items() if name not in transient}
+    def __deepcopy__(self, memo: dict[int, Any]) -> Session:
+        # diffusers' hooks keep calling the modules they were put on, also from a copy of the model.
+        raise TypeError(
+            "a model with merging applied cannot be copied: `tomadiff.remove` it, copy, apply to both"
+        )
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._start()
+
+def check_tokens(x: torch.Tensor, layout: Layout) -> None:
+    """x: (B, N, C) must have the tokens that the layout is for."""
+    if x.shape[1] != layout.tokens:
+        raise RuntimeError(
+            f"expected {layout.tokens} tokens ({layout.grids}), got {tuple(x.shape)}: this model's tokens are "
+            "not where tomadiff looks for them. Please `tomadiff.remove` it and report its configuration"
+        )

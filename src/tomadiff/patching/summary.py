@@ -27,7 +27,7 @@ def summary(target: Any, show: bool = True) -> dict[str, Any]:
     else:
         together: dict[tuple[str, str | None], list[Place]] = {}
         for place in session.places:
-            together.setdefault((place.block, place.group), []).append(place)
+            together.setdefault((place.block.name, place.group), []).append(place)
         rows = [_row(session, places) for places in together.values()]
         result = {"applied": True, "config": session.config.to_json(), "blocks": rows}
     if show:
@@ -39,9 +39,9 @@ def _row(session: Session, places: list[Place]) -> dict[str, Any]:
     """The row of one block, or of those of its modules that share a plan."""
     place = places[0]
     layout = session.layouts.get(place.group) if place.group else None
-    tokens = sum(height * width for height, width in session.grids.get(place.kind, ())) or None
+    tokens = sum(height * width for height, width in session.grids.get(place.block.kind, ())) or None
     row: dict[str, Any] = {
-        "block": place.block,
+        "block": place.block.name,
         "modules": [p.site.part for p in places],
         "tokens": tokens,
         "merged": layout.kept if layout else tokens,

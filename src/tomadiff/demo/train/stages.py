@@ -21,33 +21,31 @@ class Stage:
 
 STAGES: dict[str, tuple[Stage, ...]] = {
     "emoji-flux": (
-        Stage(64, 6000, 48, 1.5e-3, 6e-4, 100),
-        Stage(128, 3000, 16, 6e-4, 3e-4, 50),
-        Stage(256, 4000, 6, 3e-4, 2e-5, 50),
+        Stage(64, 3500, 48, 1.5e-3, 6e-4, 100),
+        Stage(128, 1500, 16, 6e-4, 3e-4, 50),
+        Stage(256, 2000, 6, 3e-4, 2e-5, 50),
     ),
     "emoji-xl": (
-        Stage(64, 5000, 32, 1e-3, 5e-4, 200),
-        Stage(128, 3000, 12, 5e-4, 3e-4, 50),
-        Stage(256, 4000, 6, 3e-4, 2e-5, 50),
+        Stage(64, 2500, 32, 1e-3, 5e-4, 200),
+        Stage(128, 1500, 12, 5e-4, 3e-4, 50),
+        Stage(256, 2000, 6, 3e-4, 2e-5, 50),
     ),
 }
 
 # Both models advance in turn, so that there is something to look at early; flux comes first.
 PLAN: tuple[tuple[str, int], ...] = (
-    ("emoji-flux", 1500),
-    ("emoji-xl", 1000),
-    ("emoji-flux", 3000),
+    ("emoji-flux", 400),
+    ("emoji-xl", 250),
+    ("emoji-flux", 2200),
+    ("emoji-xl", 1600),
+    ("emoji-flux", 3500),
     ("emoji-xl", 2500),
-    ("emoji-flux", 4500),
+    ("emoji-flux", 5000),
     ("emoji-xl", 4000),
     ("emoji-flux", 6000),
     ("emoji-xl", 5000),
-    ("emoji-flux", 9000),
-    ("emoji-xl", 8000),
-    ("emoji-flux", 11000),
-    ("emoji-xl", 10000),
-    ("emoji-flux", 13000),
-    ("emoji-xl", 12000),
+    ("emoji-flux", 7000),
+    ("emoji-xl", 6000),
 )
 
 

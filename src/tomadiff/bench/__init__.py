@@ -1,0 +1,1 @@
+"""Speed: real shapes, counted FLOPs and timings. Measurements live here, never in tests."""

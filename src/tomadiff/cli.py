@@ -1,0 +1,91 @@
+"""The command line: `tomadiff demo`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import track
+    from rich.table import Table
+except ImportError:  # pragma: no cover
+    sys.exit("the command line needs typer and rich: pip install 'tomadiff[cli]'")
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Faster diffusion pipelines by merging tokens."
+)
+
+
+@app.callback()
+def _commands() -> None:
+    """Keeps `demo` a command of its own while it is the only one."""
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="Denoising steps of each picture.")] = 10,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each ratio is timed.")] = 5,
+    size: Annotated[int, typer.Option(min=64, help="Height and width of the picture in pixels.")] = 512,
+) -> None:
+    """Run a small SDXL pipeline with random weights, with and without merging, side by side."""
+    import torch
+
+    import tomadiff
+    from tomadiff.bench.shapes import small_sdxl_pipeline, small_sdxl_prompt
+    from tomadiff.bench.sidebyside import compare
+
+    if size % 8:
+        raise typer.BadParameter(
+            f"pictures have sizes that are multiples of 8; got {size}", param_hint="--size"
+        )
+    console = Console()
+    pipe, prompt = small_sdxl_pipeline(), small_sdxl_prompt()
+
+    def generate() -> None:
+        random = torch.Generator().manual_seed(0)
+        pipe(
+            **prompt,
+            height=size,
+            width=size,
+            num_inference_steps=steps,
+            generator=random,
+            output_type="latent",
+        )
+
+    rows = compare(
+        pipe,
+        generate,
+        rounds=rounds,
+        progress=lambda turns: iter(
+            track(turns, "timing in turns", total=rounds, console=console, transient=True)
+        ),
+    )
+    table = Table(title=f"A small SDXL pipeline (random weights), {size} x {size}, {steps} steps")
+    for name in ("ratio", "tokens", "GFLOP", "FLOPs saved", "seconds", "speed-up"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            f"{row.ratio:.2f}",
+            f"{row.tokens:,}",
+            f"{row.flops / 1e9:,.0f}",
+            f"{row.flops_saved:.0%}",
+            f"{row.seconds:.2f}",
+            f"{row.speed_up:.2f}x",
+        )
+    console.print(table)
+    console.print(
+        "Tokens: summed over the blocks. Seconds: median of the rounds. What merged where, at the last ratio:"
+    )
+    with tomadiff.merged(pipe, rows[-1].ratio):
+        generate()
+        tomadiff.summary(pipe)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()
