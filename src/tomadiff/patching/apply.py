@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 from diffusers import DiffusionPipeline
 from torch import nn
 
 from tomadiff.config import MergeConfig, preset
-from tomadiff.methods import METHODS
 from tomadiff.patching.adapters import ADAPTERS, adapter_for
-from tomadiff.patching.adapters.base import Adapter, Block, Site
-from tomadiff.patching.hooks import PlanAtEntry, attach, detach
-from tomadiff.patching.session import Group, Place, Session
+from tomadiff.patching.adapters.base import Adapter
+from tomadiff.patching.install import hook, lay_groups, unhook
+from tomadiff.patching.session import Session
 
 Target = TypeVar("Target")
 
@@ -52,9 +50,16 @@ def apply(target: Target, ratio: float | None = None, config: MergeConfig | None
     model, adapter = _find(target)
     if config is None:
         config = preset(adapter.family, ratio=0.5 if ratio is None else ratio)
-    session = _prepare(model, adapter, config)
+    # Raises without having changed anything if the configuration does not fit the model.
+    session = Session(config, adapter, *lay_groups(model, adapter, config))
     remove(model)
-    _install(model, session)
+    hook(model, session)
+    # Hooks of the module itself run before `forward`, so outside of the graph of a compiled model.
+    session.handles = (
+        model.register_forward_pre_hook(session.enter, with_kwargs=True),
+        model.register_forward_hook(session.exit, with_kwargs=True, always_call=True),
+    )
+    setattr(model, _SESSION, session)
     return target
 
 
@@ -64,14 +69,13 @@ def remove(target: Target) -> Target:
     >>> tomadiff.remove(tomadiff.apply(pipe, 0.5)) is pipe  # doctest: +SKIP
     True
     """
-    model, adapter = _find(target)
+    model, _ = _find(target)
     session = session_of(model)
     if session is None:
         return target
     for handle in session.handles:
         handle.remove()
-    for module in _modules(adapter):
-        detach(module)
+    unhook(session)
     delattr(model, _SESSION)
     return target
 
@@ -124,95 +128,3 @@ def _find(target: Any) -> tuple[nn.Module, Adapter]:
         + (f" with a {' and a '.join(found)}" if found else "")
         + f". Give one of these models, or a pipeline that has one: {', '.join(supported_models())}"
     )
-
-
-def _prepare(model: nn.Module, adapter: Adapter, config: MergeConfig) -> Session:
-    """Decide what merges where. Raises without having changed anything if the configuration does not fit the
-    model."""
-    blocks = adapter.blocks()
-    ratios = _ratios(blocks, config)
-    method = METHODS[config.method](config)
-    groups: dict[str, Group] = {}
-    places: list[Place] = []
-    for index, block in enumerate(blocks):
-        variant = method.variant(index / len(blocks))
-        for site in _sites(block, config):
-            ratio = 0.0 if config.method == "none" else ratios.get(site.name)
-            name = None
-            if max(config.ratios) if ratio is None else ratio:
-                name = _group_name(block, ratio, config.share, variant)
-                groups[name] = Group(block.kind, ratio, variant)
-            places.append(Place(block, site, name))
-    asked = (*config.ratios, *config.overrides.values())
-    wants_nothing = config.method == "none" or not any(asked)
-    if not groups and not wants_nothing:
-        raise ValueError(
-            f"this configuration would merge nothing: {type(model).__name__} has {len(blocks)} transformer "
-            "blocks, and modules, skip_first and overrides leave none of them to merge"
-        )
-    return Session(config, adapter, groups, places)
-
-
-def _install(model: nn.Module, session: Session) -> None:
-    planning: dict[str, list[Place]] = {}
-    for place in session.places:
-        if place.group is not None:
-            planning.setdefault(place.block.name, []).append(place)
-            for module, make in place.site.hooks:
-                attach(module, make(session, place.group))
-    for places in planning.values():
-        groups = dict.fromkeys(place.group for place in places if place.group is not None)
-        attach(places[0].block.module, PlanAtEntry(session, tuple(groups)))
-    for passage in session.adapter.passages():
-        if any(name.startswith(passage.prefix) for name in planning):
-            for module, make in passage.hooks:
-                attach(module, make(session, passage.kind))
-    # Hooks of the module itself run before `forward`, so outside of the graph of a compiled model.
-    session.handles = (
-        model.register_forward_pre_hook(session.enter, with_kwargs=True),
-        model.register_forward_hook(session.exit, with_kwargs=True, always_call=True),
-    )
-    setattr(model, _SESSION, session)
-
-
-def _group_name(block: Block, ratio: float | None, share: bool, variant: str) -> str:
-    parts = [block.kind]
-    if not share:
-        parts.append(block.name)
-    if ratio is not None:
-        parts.append(f"at {ratio}")
-    if variant:
-        parts.append(variant)
-    return " ".join(parts)
-
-
-def _sites(block: Block, config: MergeConfig) -> tuple[Site, ...]:
-    if config.mode == "once":
-        return (block.once,)
-    return tuple(site for site in block.sites if site.part in config.modules)
-
-
-def _ratios(blocks: list[Block], config: MergeConfig) -> dict[str, float]:
-    """The ratios of sites that do not follow the configuration's: overridden ones, and first blocks left
-    alone."""
-    ratios: dict[str, float] = {}
-    seen: dict[str, int] = {}
-    names = {site.name: block for block in blocks for site in _sites(block, config)}
-    for block in blocks:
-        seen[block.kind] = seen.get(block.kind, 0) + 1
-        if seen[block.kind] <= config.skip_first:
-            ratios |= {site.name: 0.0 for site in _sites(block, config)}
-    for pattern, ratio in config.overrides.items():
-        matching = [name for name in names if fnmatchcase(name, pattern)]
-        if not matching:
-            example = next(iter(names), "none")
-            raise ValueError(f"overrides: {pattern!r} matches no module; names look like {example!r}")
-        ratios |= dict.fromkeys(matching, ratio)
-    return ratios
-
-
-def _modules(adapter: Adapter) -> list[nn.Module]:
-    """Every module that may carry a hook of ours."""
-    hooks = [site.hooks for block in adapter.blocks() for site in (*block.sites, block.once)]
-    hooks += [passage.hooks for passage in adapter.passages()]
-    return [block.module for block in adapter.blocks()] + [module for some in hooks for module, _ in some]

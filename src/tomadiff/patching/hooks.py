@@ -139,7 +139,8 @@ class MergeOnce(ModelHook):
         if self.name not in self.session.scratch:
             return output
         x, merged = self.session.scratch.pop(self.name)
-        return x + self.session.clock.current.plans[self.group].unmerge(output - merged)
+        result: torch.Tensor = x + self.session.clock.current.plans[self.group].unmerge(output - merged)
+        return result
 
 
 class Arrange(ModelHook):
@@ -159,6 +160,35 @@ class Arrange(ModelHook):
             check_tokens(x, layout)
             x = layout.arrange(x)
         return (x, *args), kwargs
+
+
+class ArrangeAfter(ModelHook):
+    """Put the tokens that a module makes into layout order."""
+
+    def __init__(self, session: Session, kind: str) -> None:
+        super().__init__()
+        self.session = session
+        self.kind = kind
+
+    def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
+        layout = self.session.clock.current.arrangement.get(self.kind)
+        return output if layout is None else layout.arrange(output)
+
+
+class RestoreBefore(ModelHook):
+    """Put tokens back into their original order before a module."""
+
+    def __init__(self, session: Session, kind: str) -> None:
+        super().__init__()
+        self.session = session
+        self.kind = kind
+
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        x, args, kwargs = take_hidden_states(args, kwargs)
+        layout = self.session.clock.current.arrangement.get(self.kind)
+        return (x if layout is None else layout.restore(x), *args), kwargs
 
 
 class Restore(ModelHook):
@@ -190,7 +220,33 @@ def take_hidden_states(
 
 
 def attach(module: nn.Module, hook: ModelHook) -> None:
-    HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, PREFIX + type(hook).__name__)
+    """Put a hook around those of ours that are there, and inside all others.
+
+    A cache that keeps what a module gave must keep it unmerged, whichever of the two came first. A hook with
+    `outermost` goes around everything.
+    """
+    registry = HookRegistry.check_if_exists_or_initialize(module)
+    name = PREFIX + type(hook).__name__
+    ours = [known.startswith(PREFIX) for known in registry._hook_order]
+    index = ours.index(False) if False in ours else len(ours)
+    if getattr(hook, "outermost", False) or index == len(ours):
+        registry.register_hook(hook, name)
+        return
+    outer = registry._fn_refs[index]
+    inside = "forward" if outer.original_forward is None else "original_forward"
+    # Let the registry wrap what the outer hook wraps, then let the outer hook wrap that.
+    whole, module.forward = module.forward, getattr(outer, inside)
+    registry.register_hook(hook, name)
+    setattr(outer, inside, module.forward)
+    module.forward = whole
+    registry._hook_order.insert(index, registry._hook_order.pop())
+    registry._fn_refs.insert(index, registry._fn_refs.pop())
+
+
+def is_cached(module: nn.Module) -> bool:
+    """Whether another hook may hand out what the module gave at an earlier step."""
+    registry: HookRegistry | None = getattr(module, "_diffusers_hook", None)
+    return registry is not None and any(hasattr(hook, "new_forward") for hook in registry.hooks.values())
 
 
 def detach(module: nn.Module) -> None:

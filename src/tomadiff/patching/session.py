@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from tomadiff.config import MergeConfig
 from tomadiff.core.regions import Grid, Layout
 from tomadiff.methods import METHODS, Plan
-from tomadiff.patching.adapters.base import Adapter, Block, Site
+from tomadiff.patching.adapters.base import Adapter, Block, Reading, Site
 from tomadiff.patching.clock import Clock
 
 
@@ -47,6 +47,23 @@ class Count:
     reused: int = 0
 
 
+@dataclass
+class Hooked:
+    """A module that carries hooks of ours, and how it was found: a LoRA puts another module in its place,
+    fused projections add one beside it, a cache adds a hook to it."""
+
+    module: nn.Module
+    siblings: dict[str, nn.Module | None]
+    name: str
+    hooks: list[str]
+    known: tuple[int, int]
+
+    @property
+    def changed(self) -> bool:
+        replaced = self.name and self.siblings.get(self.name) is not self.module
+        return bool(replaced) or self.known != (len(self.siblings), len(self.hooks))
+
+
 class Session:
     """Lives on the patched model and is shared by all its hooks.
 
@@ -62,16 +79,19 @@ class Session:
         self.groups = dict(groups)
         self.places = places
         self.handles: tuple[RemovableHandle, ...] = ()
+        self.hooked: list[Hooked] = []
+        self.renew: Callable[[], None] | None = None
         self.method = METHODS[config.method](config)
         self.counts = {name: Count() for name in groups}
         self.grids: Mapping[str, tuple[Grid, ...]] = {}
         self.layouts: Mapping[str, Layout] = {}
         self.clock = Clock()
         # Tensors that a hook needs from the beginning of its module to its end, by name of the hook.
-        self.scratch: dict[str, tuple[torch.Tensor, ...]] = {}
+        self.scratch: dict[str, Any] = {}
         # Two pipelines may share one model; the clock's current pass must not change under a running call.
         self._lock = threading.RLock()
         self._owner: int | None = None
+        self._order: Layout | None = None
 
     def plan(self, group: str, x: torch.Tensor) -> None:
         """Make the plan of a group from x: (B, N, C), if the group merges in this step and has none yet."""
@@ -93,10 +113,15 @@ class Session:
         return current.plans.get(group)
 
     @torch.compiler.disable
-    def enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Forward pre-hook of the model."""
         self._lock.acquire()
         self._owner = threading.get_ident()
+        self._order = None
+        if self.renew is not None and any(hooked.changed for hooked in self.hooked):
+            self.renew()
         reading = self.adapter.read(args, kwargs)
         ratio = self.config.ratio_at(reading.progress)
         current = self.clock.enter(reading.call)
@@ -105,19 +130,39 @@ class Session:
         current.layouts = {}
         for name, group in self.groups.items():
             wanted = ratio if group.ratio is None or ratio is None else group.ratio
-            tokens = sum(height * width for height, width in reading.grids[group.kind])
-            if wanted and tokens >= self.config.min_tokens:
+            grids = reading.grids.get(group.kind, ())
+            if wanted and self._enough(grids):
                 current.layouts[name] = self.method.layout(
-                    reading.grids[group.kind], wanted, reading.device, current.steps, group.variant
+                    grids, wanted, reading.device, current.steps, group.variant
                 )
         current.arrangement = {self.groups[name].kind: layout for name, layout in current.layouts.items()}
         self.grids, self.layouts = reading.grids, current.layouts
+        self._order = self._whole_order(reading)
+        if self._order is None:
+            return args, kwargs
+        assert self.adapter.order is not None
+        current.arrangement[self.adapter.order] = self._order
+        return self.adapter.arrange(args, kwargs, self._order)
+
+    def _enough(self, grids: tuple[Grid, ...]) -> bool:
+        tokens = sum(height * width for height, width in grids)
+        return bool(grids) and tokens >= self.config.min_tokens
+
+    def _whole_order(self, reading: Reading) -> Layout | None:
+        """The layout whose order the whole model is in, if it is not the original one."""
+        grids = reading.grids.get(self.adapter.order or "", ())
+        if not (self.groups and self._enough(grids)):
+            return None
+        # The order depends on the regions alone, so any ratio that is asked for will do.
+        asked = (*self.config.ratios, *self.config.overrides.values())
+        layout = self.method.layout(grids, max(asked), reading.device)
+        return None if layout.order is None else layout
 
     @torch.compiler.disable
-    def exit(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Forward hook of the model; also runs when the model raised."""
+    def exit(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Forward hook of the model; also runs when the model raised, then without an output."""
         if self._owner != threading.get_ident():
-            return
+            return output
         current = self.clock.current
         for name in current.plans:
             count = self.counts[name]
@@ -125,8 +170,11 @@ class Session:
             count.weighed += current.due != "reuse"
             count.reused += current.due == "reuse"
         self.scratch.clear()
+        if self._order is not None and output is not None:
+            output = self.adapter.restore(output, self._order)
         self._owner = None
         self._lock.release()
+        return output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
         # diffusers' hooks keep calling the modules they were put on, also from a copy of the model.
@@ -139,6 +187,6 @@ def check_tokens(x: torch.Tensor, layout: Layout) -> None:
     """x: (B, N, C) must have the tokens that the layout is for."""
     if x.shape[1] != layout.tokens:
         raise RuntimeError(
-            f"expected {layout.tokens} tokens ({layout.grids}), got {tuple(x.shape)}: this model's tokens are "
-            "not where tomadiff looks for them. Please `tomadiff.remove` it and report its configuration"
+            f"expected {layout.tokens} tokens ({layout.grids}), got {tuple(x.shape)}: this model's tokens "
+            "are not where tomadiff looks for them. Please `tomadiff.remove` it and report its configuration"
         )

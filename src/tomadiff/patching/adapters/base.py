@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from diffusers.hooks import ModelHook
+from diffusers.utils import BaseOutput
 from torch import nn
 
-from tomadiff.core.regions import Grid
+from tomadiff.core.regions import Grid, Layout
 from tomadiff.patching.clock import Call
 
 if TYPE_CHECKING:
@@ -22,8 +24,8 @@ HookMaker = Callable[["Session", str], ModelHook]
 
 @dataclass(frozen=True)
 class Site:
-    """A place where tokens merge: one part of a block ("self", "cross", "ff") and the modules to hook for
-    it."""
+    """A place where tokens merge: one part of a block ("self", "cross", "ff", or "self+ff" where the two
+    cannot be told apart) and the modules to hook for it, hooks on one module from the inside out."""
 
     part: str
     name: str
@@ -59,8 +61,10 @@ class Passage:
 
 @dataclass(frozen=True)
 class Reading:
-    """What one call of a model shows. `progress` runs from 0 (noise) to 1 (picture); grids: by kind of
-    block."""
+    """What one call of a model shows. `progress` runs from 0 (noise) to 1 (picture).
+
+    grids: by kind of block; a kind that is missing rests in this call
+    """
 
     call: Call
     progress: float
@@ -69,21 +73,47 @@ class Reading:
     device: torch.device
 
 
-class Adapter(Protocol):
-    """Made from a model; holds on to nothing but its modules."""
+class Adapter(ABC):
+    """Made from a model; holds on to nothing but its modules.
 
-    @property
-    def family(self) -> str:
-        """Name of the preset that has this model's defaults."""
-        ...
+    models: the classes it is for
+    family: name of the preset that has their defaults
+    order: the kind of block whose tokens are in layout order from the model's entry to its exit, see
+        `arrange`; None if passages do that for some blocks at a time
+    """
 
+    models: ClassVar[tuple[type[nn.Module], ...]]
+    family: str
+    order: str | None = None
+
+    @abstractmethod
+    def __init__(self, model: Any) -> None: ...
+
+    @abstractmethod
     def blocks(self) -> list[Block]:
         """Every block with image tokens, in the order in which they run."""
-        ...
 
-    def passages(self) -> list[Passage]: ...
+    @abstractmethod
+    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Reading:
+        """What a call of the model with these arguments shows."""
 
-    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Reading: ...
+    def passages(self) -> list[Passage]:
+        """Where tokens are put in layout order and back, inside the model."""
+        return []
+
+    def arrange(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call with everything that belongs to the tokens one by one in layout order.
+
+        It is the same order at every step of a generation, merging or not, because diffusers' caches keep
+        hidden states from step to step.
+        """
+        return args, kwargs
+
+    def restore(self, output: Any, layout: Layout) -> Any:
+        """The output of a call with its tokens back in their original order."""
+        return output
 
 
 def read_timestep(timestep: Any) -> float:
@@ -97,3 +127,18 @@ def read_timestep(timestep: Any) -> float:
 def form_of(x: torch.Tensor) -> tuple[Any, ...]:
     """What must be the same for a plan to be used again."""
     return tuple(x.shape), x.dtype, x.device, torch.is_inference_mode_enabled()
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """`function` of a tensor, or of each tensor in a list, tuple or diffusers output.
+
+    >>> map_tensors(torch.neg, (torch.ones(1), None))
+    (tensor([-1.]), None)
+    """
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, BaseOutput):
+        return type(value)(**{name: map_tensors(function, part) for name, part in value.items()})
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(function, part) for part in value)
+    return value

@@ -12,7 +12,7 @@ from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 
 from tomadiff.core.regions import Grid
-from tomadiff.patching.adapters.base import Block, Passage, Reading, Site, form_of, read_timestep
+from tomadiff.patching.adapters.base import Adapter, Block, Passage, Reading, Site, form_of, read_timestep
 from tomadiff.patching.clock import Call
 from tomadiff.patching.hooks import Arrange, MergeAround, MergeOnce, MergeSelfAttention, Restore, WeighKeys
 
@@ -20,7 +20,7 @@ from tomadiff.patching.hooks import Arrange, MergeAround, MergeOnce, MergeSelfAt
 CROSS_ATTENTION = partial(MergeAround, bound_to_order=("ip_adapter_masks",))
 
 
-class UNetAdapter:
+class UNetAdapter(Adapter):
     models = (UNet2DConditionModel, ControlNetModel)
 
     def __init__(self, model: UNet2DConditionModel | ControlNetModel) -> None:

@@ -1,0 +1,97 @@
+"""Stable Diffusion 3 and 3.5: joint blocks over a patch embedding with learned positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from diffusers import SD3Transformer2DModel
+from diffusers.models.attention import JointTransformerBlock
+from torch import nn
+
+from tomadiff.core.regions import Layout
+from tomadiff.patching.adapters.base import (
+    Adapter,
+    Block,
+    HookMaker,
+    Passage,
+    Reading,
+    Site,
+    form_of,
+    map_tensors,
+    read_timestep,
+)
+from tomadiff.patching.clock import Call
+from tomadiff.patching.heads import head_hooks
+from tomadiff.patching.hooks import ArrangeAfter, MergeAround, RestoreBefore
+from tomadiff.patching.joint import JointAttention, MergeCached, MergeJointOnce
+
+ARGUMENTS = (
+    "hidden_states",
+    "encoder_hidden_states",
+    "pooled_projections",
+    "timestep",
+    "block_controlnet_hidden_states",
+)
+
+# The processors of these blocks take a mask and drop it, so keys get their sizes in extra head dimensions.
+MERGED_HERE = partial(JointAttention, merge=True, masked=False)
+MERGED_BEFORE = partial(JointAttention, merge=False, masked=False)
+
+
+class SD3Adapter(Adapter):
+    """Tokens are put in layout order after their positions are added, and back before the last norm."""
+
+    models = (SD3Transformer2DModel,)
+    family = "sd3"
+    order = "joint"
+
+    def __init__(self, model: SD3Transformer2DModel) -> None:
+        self._model = model
+
+    def blocks(self) -> list[Block]:
+        return [
+            _block(f"transformer_blocks.{index}", block)
+            for index, block in enumerate(self._model.transformer_blocks)
+            if isinstance(block, JointTransformerBlock)
+        ]
+
+    def passages(self) -> list[Passage]:
+        ends = ((self._model.pos_embed, ArrangeAfter), (self._model.norm_out, RestoreBefore))
+        return [Passage("transformer_blocks", "joint", ends)]
+
+    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Reading:
+        given = dict(zip(ARGUMENTS, args, strict=False)) | dict(kwargs)
+        x, timestep = given["hidden_states"], read_timestep(given["timestep"])
+        patch = self._model.config.patch_size
+        return Reading(
+            call=Call(timestep, form_of(x), given["encoder_hidden_states"]),
+            progress=1 - timestep / 1000,
+            batch=x.shape[0],
+            grids={"joint": ((x.shape[-2] // patch, x.shape[-1] // patch),)},
+            device=x.device,
+        )
+
+    def arrange(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if len(args) >= len(ARGUMENTS):
+            residuals = map_tensors(layout.arrange, args[len(ARGUMENTS) - 1])
+            return (*args[: len(ARGUMENTS) - 1], residuals, *args[len(ARGUMENTS) :]), kwargs
+        residuals = map_tensors(layout.arrange, kwargs.get(ARGUMENTS[-1]))
+        return args, {**kwargs, ARGUMENTS[-1]: residuals}
+
+
+def _block(name: str, block: JointTransformerBlock) -> Block:
+    attentions = [("attn", block.attn)]
+    if block.attn2 is not None:
+        attentions.append(("attn2", block.attn2))
+    heads = {part: head_hooks(attn, heads_first=True) for part, attn in attentions}
+    sites = [Site("self", f"{name}.{part}", ((attn, MERGED_HERE), *heads[part])) for part, attn in attentions]
+    sites.append(Site("ff", f"{name}.ff", ((block.ff, MergeAround),)))
+    inside: list[tuple[nn.Module, HookMaker]] = []
+    for part, attn in attentions:
+        inside += [(attn, MERGED_BEFORE), (attn, MergeCached), *heads[part]]
+    once = Site("block", name, ((block, partial(MergeJointOnce, name=name)), *inside))
+    return Block(name, block, "joint", tuple(sites), once)

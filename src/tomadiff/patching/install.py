@@ -1,0 +1,124 @@
+"""Which sites of a model merge with which plan, and the hooks that make them."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from functools import partial
+
+from diffusers.hooks import HookRegistry
+from torch import nn
+
+from tomadiff.config import MergeConfig
+from tomadiff.methods import METHODS
+from tomadiff.patching.adapters.base import Adapter, Block, Site
+from tomadiff.patching.hooks import PlanAtEntry, attach, detach
+from tomadiff.patching.session import Group, Hooked, Place, Session
+
+
+def lay_groups(
+    model: nn.Module, adapter: Adapter, config: MergeConfig
+) -> tuple[dict[str, Group], list[Place]]:
+    """The groups of sites that share a plan, and every site with its group."""
+    blocks = adapter.blocks()
+    ratios = _ratios(blocks, config)
+    method = METHODS[config.method](config)
+    groups: dict[str, Group] = {}
+    places: list[Place] = []
+    for index, block in enumerate(blocks):
+        variant = method.variant(index / len(blocks))
+        for site in _sites(block, config):
+            ratio = 0.0 if config.method == "none" else ratios.get(site.name)
+            name = None
+            if max(config.ratios) if ratio is None else ratio:
+                name = _group_name(block, ratio, config.share, variant)
+                groups[name] = Group(block.kind, ratio, variant)
+            places.append(Place(block, site, name))
+    asked = (*config.ratios, *config.overrides.values())
+    wants_nothing = config.method == "none" or not any(asked)
+    if not groups and not wants_nothing:
+        raise ValueError(
+            f"this configuration would merge nothing: {type(model).__name__} has {len(blocks)} transformer "
+            "blocks, and modules, skip_first and overrides leave none of them to merge"
+        )
+    return groups, places
+
+
+def hook(model: nn.Module, session: Session) -> None:
+    """Attach the hooks of all places of a session."""
+    planning: dict[str, list[Place]] = {}
+    hooked: dict[nn.Module, None] = {}
+    for place in session.places:
+        if place.group is not None:
+            planning.setdefault(place.block.name, []).append(place)
+            for module, make in place.site.hooks:
+                attach(module, make(session, place.group))
+                hooked[module] = None
+    for places in planning.values():
+        groups = dict.fromkeys(place.group for place in places if place.group is not None)
+        attach(places[0].block.module, PlanAtEntry(session, tuple(groups)))
+        hooked[places[0].block.module] = None
+    for passage in session.adapter.passages():
+        if any(name.startswith(passage.prefix) for name in planning):
+            for module, make in passage.hooks:
+                attach(module, make(session, passage.kind))
+                hooked[module] = None
+    parents = {
+        child: (parent._modules, name)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if child in hooked
+    }
+    for module in hooked:
+        siblings, name = parents[module]
+        hooks = HookRegistry.check_if_exists_or_initialize(module)._hook_order
+        session.hooked.append(Hooked(module, siblings, name, hooks, (len(siblings), len(hooks))))
+    session.renew = partial(_hook_again, model, session)
+
+
+def unhook(session: Session) -> None:
+    """Detach all hooks of a session, also from modules that others have taken the place of since."""
+    for hooked in session.hooked:
+        detach(hooked.module)
+    session.hooked.clear()
+
+
+def _hook_again(model: nn.Module, session: Session) -> None:
+    unhook(session)
+    _, session.places = lay_groups(model, session.adapter, session.config)
+    hook(model, session)
+
+
+def _group_name(block: Block, ratio: float | None, share: bool, variant: str) -> str:
+    parts = [block.kind]
+    if not share:
+        parts.append(block.name)
+    if ratio is not None:
+        parts.append(f"at {ratio}")
+    if variant:
+        parts.append(variant)
+    return " ".join(parts)
+
+
+def _sites(block: Block, config: MergeConfig) -> tuple[Site, ...]:
+    if config.mode == "once":
+        return (block.once,)
+    return tuple(site for site in block.sites if set(site.part.split("+")) <= set(config.modules))
+
+
+def _ratios(blocks: list[Block], config: MergeConfig) -> dict[str, float]:
+    """The ratios of sites that do not follow the configuration's: overridden ones, and first blocks left
+    alone."""
+    ratios: dict[str, float] = {}
+    seen: dict[str, int] = {}
+    names = {site.name: block for block in blocks for site in _sites(block, config)}
+    for block in blocks:
+        seen[block.kind] = seen.get(block.kind, 0) + 1
+        if seen[block.kind] <= config.skip_first:
+            ratios |= {site.name: 0.0 for site in _sites(block, config)}
+    for pattern, ratio in config.overrides.items():
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching:
+            example = next(iter(names), "none")
+            raise ValueError(f"overrides: {pattern!r} matches no module; names look like {example!r}")
+        ratios |= dict.fromkeys(matching, ratio)
+    return ratios
