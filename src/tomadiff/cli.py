@@ -1,4 +1,4 @@
-"""The command line: `tomadiff demo`."""
+"""The command line: `tomadiff demo`, `tomadiff flops`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,6 @@ except ImportError:  # pragma: no cover
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Faster diffusion pipelines by merging tokens."
 )
-
-
-@app.callback()
-def _commands() -> None:
-    """Keeps `demo` a command of its own while it is the only one."""
 
 
 @app.command()
@@ -81,6 +76,39 @@ def demo(
     with tomadiff.merged(pipe, rows[-1].ratio):
         generate()
         tomadiff.summary(pipe)
+
+
+@app.command()
+def flops(
+    size: Annotated[int, typer.Option(min=64, help="Height and width of the picture in pixels.")] = 1024,
+) -> None:
+    """Count the operations of the real SDXL UNet with and without merging. Needs no weights and no GPU."""
+    import tomadiff
+    from tomadiff.bench.flops import count_flops
+    from tomadiff.bench.shapes import sdxl_inputs, sdxl_unet
+
+    _check_size(size)
+    unet, inputs = sdxl_unet(), sdxl_inputs(size, size)
+    unmerged = count_flops(lambda: unet(timestep=999, **inputs))
+    table = Table(title=f"The SDXL UNet, one call at {size} x {size}, a plan reused")
+    for name in ("ratio", "TFLOP", "of unmerged", "unmerged / merged"):
+        table.add_column(name, justify="right")
+    table.add_row("unmerged", f"{unmerged / 1e12:.2f}", "100%", "1.00x")
+    for ratio in (0.25, 0.5, 0.75):
+        tomadiff.apply(unet, ratio)
+        unet(timestep=999, **inputs)  # makes the plan
+        merged = count_flops(lambda: unet(timestep=998, **inputs))
+        table.add_row(
+            f"{ratio}", f"{merged / 1e12:.2f}", f"{merged / unmerged:.0%}", f"{unmerged / merged:.2f}x"
+        )
+    Console().print(table)
+
+
+def _check_size(size: int) -> None:
+    if size % 8:
+        raise typer.BadParameter(
+            f"pictures have sizes that are multiples of 8; got {size}", param_hint="--size"
+        )
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from tomadiff.demo.train import autoencoder, denoiser, latents, loop, vocabulary
+from tomadiff.demo.train import autoencoder, denoiser, latents, loop, run, vocabulary
 from tomadiff.demo.train.flux import FluxModel, pack, positions, unpack
 from tomadiff.demo.train.stages import PLAN, STAGES, Stage, learning_rate, locate
 from tomadiff.demo.train.xl import XLModel
@@ -67,6 +67,12 @@ def test_stop_request_saves_a_checkpoint_and_exits(pools: None, tmp_path: Path):
         loop.stop_requested.clear()
     assert train("emoji-flux", tmp_path, (4,)).step == 4
     assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_second_driver_in_the_same_folder_is_refused(tmp_path: Path):
+    with run.lock(tmp_path), pytest.raises(SystemExit, match="another process"):
+        run.lock(tmp_path)
+    run.lock(tmp_path).close()
 
 
 def test_stages_follow_each_other():

@@ -38,9 +38,7 @@ def test_every_token_its_own_destination_changes_nothing(family, mode, batch, me
     expected = run(model, inputs(batch=batch))
     tomadiff.apply(model, config=EVERYONE.replace(mode=mode, merge_region=merge_region))
     torch.testing.assert_close(run(model, inputs(batch=batch)), expected, atol=1e-4, rtol=1e-4)
-    assert session_of(model).counts and all(
-        count.selected == 1 for count in session_of(model).counts.values()
-    )
+    assert [count.selected for count in session_of(model).counts.values()] in ([1], [1, 1])
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 9), (7, 13), (16, 9), (9, 16), (20, 20)])
@@ -220,7 +218,8 @@ def test_lora_removed_after_merging_was_removed(main_family):
 def test_group_offloading(main_family, offload_first, kind):
     model, inputs = main_family
     more = {"num_blocks_per_group": 1} if kind == "block_level" else {}
-    expected = run(tomadiff.apply(copy.deepcopy(model), config=CONFIG), inputs())
+    expected = run(tomadiff.apply(model, config=CONFIG), inputs())
+    tomadiff.remove(model)
 
     def offload():
         cpu = torch.device("cpu")
@@ -232,12 +231,6 @@ def test_group_offloading(main_family, offload_first, kind):
     if not offload_first:
         offload()
     torch.testing.assert_close(run(model, inputs()), expected)
-
-
-def test_a_copy_is_refused(main_family):
-    model, _ = main_family
-    with pytest.raises(TypeError, match="cannot be copied"):
-        copy.deepcopy(tomadiff.apply(model, config=CONFIG))
 
 
 def test_nothing_of_a_generation_outlives_it(main_family):

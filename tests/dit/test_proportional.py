@@ -1,5 +1,5 @@
-"""Keys of merged image tokens carry the log of their cluster size, text keys nothing; by mask or by extra head
-dimensions."""
+"""Keys of merged image tokens carry the log of their cluster size, text keys nothing; by mask or by extra
+head dimensions."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tomadiff.patching import joint
 from tomadiff.patching.heads import EXTRA, narrow, widen
 
 # Those that compute on a CPU; the others want a GPU or a package, and say so when they are set.
-CPU_BACKENDS = ["native", "_native_math"]
+CPU_BACKENDS = ["native", "_native_math", "_native_flash", "flex"]
 
 
 def test_extra_dimensions_equal_a_mask():
@@ -75,6 +75,15 @@ def test_only_backends_that_add_a_mask_get_one():
     assert not joint.takes_mask(attn)
 
 
+def test_a_backend_that_can_do_neither_is_refused_in_words():
+    model = make_flux()
+    model.transformer_blocks[0].attn.processor._attention_backend = AttentionBackendName.SAGE
+    tomadiff.apply(model, config=CONFIG)
+    with pytest.raises(ValueError, match="proportional=False"):
+        run(model, flux_inputs())
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("backend_first", [True, False])
 def test_an_attention_backend_set_before_or_after(backend, backend_first):

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_unet import inputs, small_unet
 
 from tomadiff import MergeConfig, apply, merged, preset, remove, summary
 from tomadiff.config import PRESETS
@@ -43,7 +42,7 @@ def test_presets_survive_json(name):
 
 
 @pytest.mark.parametrize("config", configs(*PEERS, "none", "tomesd"))
-def test_ratio_zero_is_exactly_the_original(unet, config):
+def test_ratio_zero_is_exactly_the_original(unet, config, inputs):
     call = inputs(16, 16)
     base = unet(*call).sample
     assert torch.equal(run(unet, call, config.replace(ratio=0, overrides={})), base)
@@ -54,7 +53,7 @@ def test_ratio_zero_is_exactly_the_original(unet, config):
 
 @pytest.mark.parametrize("config", configs(*PEERS, "none", "tomesd"))
 @torch.no_grad()
-def test_removal_gives_the_original_back(unet, config):
+def test_removal_gives_the_original_back(unet, config, inputs):
     call = inputs(16, 16)
     base, weights = unet(*call).sample, copy.deepcopy(unet.state_dict())
     apply(unet, config=config)
@@ -66,7 +65,7 @@ def test_removal_gives_the_original_back(unet, config):
 
 
 @pytest.mark.parametrize("config", configs(*PEERS, "tomesd"))
-def test_every_element_of_a_batch_is_merged_on_its_own(unet, config):
+def test_every_element_of_a_batch_is_merged_on_its_own(unet, config, inputs):
     latents, timestep, text = inputs(16, 16, batch=3)
     together = run(unet, (latents, timestep, text), config)
     for i in range(3):
@@ -76,7 +75,7 @@ def test_every_element_of_a_batch_is_merged_on_its_own(unet, config):
 
 @pytest.mark.parametrize("config", configs(*PEERS))
 @torch.no_grad()
-def test_any_size_one_after_the_other(unet, config):
+def test_any_size_one_after_the_other(unet, config, inputs):
     apply(unet, config=config)
     for height, width in ((16, 16), (17, 13), (8, 24), (9, 31), (16, 16)):
         out = unet(*inputs(height, width)).sample
@@ -93,7 +92,7 @@ def test_any_size_one_after_the_other(unet, config):
 
 
 @pytest.mark.parametrize("name", RANDOM)
-def test_a_seed_decides(unet, name):
+def test_a_seed_decides(unet, name, inputs, small_unet):
     call = inputs(16, 16)
     first = run(unet, call, preset(name, seed=3))
     torch.manual_seed(12345)
@@ -105,7 +104,7 @@ def test_a_seed_decides(unet, name):
 
 @pytest.mark.parametrize("name", RANDOM)
 @torch.no_grad()
-def test_random_destinations_repeat_from_generation_to_generation(unet, name):
+def test_random_destinations_repeat_from_generation_to_generation(unet, name, inputs):
     apply(unet, config=preset(name, seed=3))
     latents, _, text = inputs(16, 16)
 
@@ -117,7 +116,7 @@ def test_random_destinations_repeat_from_generation_to_generation(unet, name):
 
 
 @pytest.mark.parametrize("config", configs(*PEERS, "none", "tomesd"))
-def test_no_random_numbers_are_taken_from_anyone(unet, config):
+def test_no_random_numbers_are_taken_from_anyone(unet, config, inputs):
     def states() -> tuple:
         return torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
 
@@ -128,7 +127,7 @@ def test_no_random_numbers_are_taken_from_anyone(unet, config):
 
 @pytest.mark.parametrize("config", configs("tome", "tofu", "free"))
 @torch.no_grad()
-def test_all_knobs_of_reuse_and_mode_work(unet, config):
+def test_all_knobs_of_reuse_and_mode_work(unet, config, inputs):
     text = inputs(16, 16)[2]
     for changes in ({"mode": "once"}, {"share": True, "select_every": 4, "weights_every": 2}):
         apply(unet, config=config.replace(proportional=True, **changes))
@@ -194,7 +193,7 @@ def test_merge_and_unmerge_are_one_graph_and_new_plans_do_not_recompile(name, va
 
 @pytest.mark.parametrize("config", configs(*PEERS))
 @torch.no_grad()
-def test_a_whole_model_compiles_to_one_graph(config):
+def test_a_whole_model_compiles_to_one_graph(config, inputs, small_unet):
     unet = small_unet(
         block_out_channels=(16, 16),
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
@@ -218,14 +217,14 @@ def test_a_whole_model_compiles_to_one_graph(config):
 
 
 @pytest.mark.parametrize("config", configs(*PEERS))
-def test_shapes_can_be_counted_without_values(config):
+def test_shapes_can_be_counted_without_values(config, inputs, small_unet):
     model = small_unet().to("meta")
     call = tuple(x.to("meta") if isinstance(x, torch.Tensor) else x for x in inputs(16, 16))
     assert run(model, call, config).shape == (2, 4, 16, 16)
 
 
 @pytest.mark.parametrize("config", configs(*PEERS))
-def test_only_cross_attention_blocks_have_no_self_attention_to_merge(config):
+def test_only_cross_attention_blocks_have_no_self_attention_to_merge(config, inputs, small_unet):
     model = small_unet(only_cross_attention=(True, False, False, False))
     apply(model, config=config)
     out = model(*inputs(16, 16)).sample
@@ -235,7 +234,7 @@ def test_only_cross_attention_blocks_have_no_self_attention_to_merge(config):
 
 
 @pytest.mark.parametrize("config", configs(*PEERS))
-def test_gradients_reach_the_weights(unet, config):
+def test_gradients_reach_the_weights(unet, config, inputs):
     with merged(unet, config=config):
         unet(*inputs(16, 16)).sample.square().mean().backward()
     attention = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1

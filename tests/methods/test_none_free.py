@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from small_unet import inputs
 from torch.utils.flop_counter import FlopCounterMode
 
 from tomadiff import MergeConfig, apply, merged, preset, remove, summary
@@ -13,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 @torch.no_grad()
-def test_none_is_the_original_and_touches_no_block(unet):
+def test_none_is_the_original_and_touches_no_block(unet, inputs):
     call = inputs(16, 16)
     base = unet(*call).sample
     for mode in ("each", "once"):
@@ -40,7 +39,7 @@ def test_free_slices_and_pads():
 
 
 @torch.no_grad()
-def test_free_does_no_arithmetic_beyond_the_model_on_fewer_tokens(unet):
+def test_free_does_no_arithmetic_beyond_the_model_on_fewer_tokens(unet, inputs):
     call = inputs(16, 16)
 
     def count(config: MergeConfig) -> int:
@@ -55,7 +54,7 @@ def test_free_does_no_arithmetic_beyond_the_model_on_fewer_tokens(unet):
 
 
 @torch.no_grad()
-def test_free_changes_the_picture(unet):
+def test_free_changes_the_picture(unet, inputs):
     call = inputs(16, 16)
     base = unet(*call).sample
     with merged(unet, config=preset("free")):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_unet import inputs, small_unet
 from torch.nn.functional import interpolate, scaled_dot_product_attention
 
 from tomadiff import MergeConfig, apply, merged, preset, summary
@@ -30,7 +29,7 @@ def written_out(attention, queries: torch.Tensor, keys: torch.Tensor) -> torch.T
 @pytest.mark.parametrize("factor", [2, 4])
 @pytest.mark.parametrize("size", [(16, 16), (8, 24)])
 @torch.no_grad()
-def test_attention_equals_downsampled_keys_and_values_written_out(unet, size, factor):
+def test_attention_equals_downsampled_keys_and_values_written_out(unet, size, factor, inputs):
     seen = []
     block = unet.down_blocks[0].attentions[0].transformer_blocks[0]
     block.norm1.register_forward_hook(lambda module, args, output: seen.append(output))
@@ -44,7 +43,7 @@ def test_attention_equals_downsampled_keys_and_values_written_out(unet, size, fa
 
 
 @torch.no_grad()
-def test_whole_model_equals_one_whose_self_attention_is_written_out(unet):
+def test_whole_model_equals_one_whose_self_attention_is_written_out(unet, inputs, small_unet):
     def attention(module):
         def forward(hidden_states, encoder_hidden_states=None, attention_mask=None):
             side = int(hidden_states.shape[1] ** 0.5)
@@ -62,7 +61,7 @@ def test_whole_model_equals_one_whose_self_attention_is_written_out(unet):
 
 
 @torch.no_grad()
-def test_a_factor_for_each_level(unet):
+def test_a_factor_for_each_level(unet, inputs):
     config = preset("todo", overrides={"down_blocks.0.*": 0.9375, "up_blocks.3.*": 0.9375, "mid_block.*": 0})
     apply(unet, config=config)
     unet(*inputs(16, 16))
@@ -81,7 +80,7 @@ def test_partial_cells_at_the_edge_keep_a_key():
 
 
 @torch.no_grad()
-def test_weighing_keys_alike_changes_nothing_and_partial_cells_weigh_less(unet):
+def test_weighing_keys_alike_changes_nothing_and_partial_cells_weigh_less(unet, inputs):
     even, odd = inputs(16, 16), inputs(15, 15)
     for call, same in ((even, True), (odd, False)):
         results = []
@@ -115,7 +114,7 @@ def test_there_is_no_unmerge():
         plan.unmerge(plan.merge(x))
 
 
-def test_fused_projections_are_refused_in_words(unet):
+def test_fused_projections_are_refused_in_words(unet, inputs):
     unet.fuse_qkv_projections()
     apply(unet, config=preset("todo"))
     with pytest.raises(ValueError, match="unfuse_qkv_projections"):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_unet import inputs
 
 from tomadiff import MergeConfig, apply, merged, preset
 from tomadiff.methods.tofu import MlerpPlan, PrunePlan, ToFu
@@ -69,7 +68,7 @@ def test_tokens_of_one_norm_keep_it_and_a_plain_mean_does_not():
     assert tome.merge(x).norm(dim=-1).min() < 0.9
 
 
-def test_first_blocks_prune_and_the_others_merge_also_when_plans_are_shared(unet):
+def test_first_blocks_prune_and_the_others_merge_also_when_plans_are_shared(unet, inputs):
     for share in (True, False):
         apply(unet, config=preset("tofu", share=share))
         session = session_of(unet)
@@ -83,7 +82,7 @@ def test_first_blocks_prune_and_the_others_merge_also_when_plans_are_shared(unet
 
 
 @torch.no_grad()
-def test_prune_sets_how_many_blocks_prune(unet):
+def test_prune_sets_how_many_blocks_prune(unet, inputs):
     call = inputs(16, 16)
     results = []
     for share in (0.0, 0.5, 1.0):

@@ -10,7 +10,6 @@ import torch
 from diffusers import UNet2DConditionModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_unet import inputs, small_unet
 
 from tomadiff import MergeConfig, apply, merged, preset, summary
 from tomadiff.methods.tome import ToMe, cell_layout
@@ -33,7 +32,7 @@ def by_us(unet: UNet2DConditionModel, config: MergeConfig, call: tuple) -> torch
 
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
 @pytest.mark.parametrize("size", [(16, 16), (12, 20), (24, 8), (17, 13)])
-def test_preset_tomesd_equals_the_package(unet, size, ratio):
+def test_preset_tomesd_equals_the_package(unet, size, ratio, inputs):
     call = inputs(*size)
     want = by_tomesd(unet, ratio, call)
     got = by_us(unet, preset("tomesd", ratio=ratio, seed=None), call)
@@ -43,21 +42,21 @@ def test_preset_tomesd_equals_the_package(unet, size, ratio):
 
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
 @pytest.mark.parametrize("size", [(16, 16), (16, 24)])
-def test_preset_tome_equals_the_package_with_everything_merged(unet, size, ratio):
+def test_preset_tome_equals_the_package_with_everything_merged(unet, size, ratio, inputs):
     call = inputs(*size)
     want = by_tomesd(unet, ratio, call, max_downsample=8, merge_crossattn=True, merge_mlp=True)
     got = by_us(unet, preset("tome", ratio=ratio, seed=None), call)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 
-def test_every_module_at_full_resolution_on_an_odd_grid(unet):
+def test_every_module_at_full_resolution_on_an_odd_grid(unet, inputs):
     call = inputs(15, 11)
     want = by_tomesd(unet, 0.5, call, merge_crossattn=True, merge_mlp=True)
     got = by_us(unet, preset("tomesd", seed=None, modules=("self", "cross", "ff")), call)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 
-def test_over_several_steps_every_block_plans_anew(unet):
+def test_over_several_steps_every_block_plans_anew(unet, inputs, small_unet):
     apply(unet, config=preset("tomesd", seed=None))
     text = inputs(16, 16)[2]
     for timestep, seed in ((900, 1), (500, 2), (100, 3)):
@@ -75,7 +74,7 @@ def test_over_several_steps_every_block_plans_anew(unet):
     assert all((row["selected"], row["merged"]) == (3, 128) for row in merging)
 
 
-def test_preset_tomesd_says_where_the_package_would_silently_do_nothing():
+def test_preset_tomesd_says_where_the_package_would_silently_do_nothing(small_unet):
     like_sdxl = small_unet(
         block_out_channels=(16, 16),
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),

@@ -388,23 +388,29 @@ def test_forward_chunking_runs_the_chunks_unmerged(unet, text):
     assert torch.allclose(chunked, run(unet, text), atol=1e-5)
 
 
-def test_a_self_attention_mask_is_applied_to_the_tokens_it_belongs_to(make_unet):
-    """Attention with a mask runs unmerged and in the picture's order."""
-    unet = make_unet()
+@pytest.mark.parametrize("part", ["self", "cross"])
+def test_attention_with_a_mask_over_the_picture_runs_unmerged_and_in_its_order(unet, part):
+    """A self-attention mask, or the masks of an IP-Adapter, belong to the tokens one by one."""
     block = unet.mid_block.attentions[0].transformer_blocks[0]
     x, text = torch.randn(1, 16 * 24, 64), torch.randn(1, 7, 32)
     mask = torch.zeros(1, 1, 16 * 24)
     mask[..., 100:] = -1e4
-    config = MergeConfig(modules=("self",), overrides={"[du]*": 0.0})
+    masked = {
+        "self": {"attention_mask": mask},
+        "cross": {"cross_attention_kwargs": {"ip_adapter_masks": [torch.ones(1, 1, 16, 24)]}},
+    }[part]
+    config = MergeConfig(modules=(part,), overrides={"[du]*": 0.0})
     with torch.no_grad():
-        expected = block(x, attention_mask=mask, encoder_hidden_states=text)
+        expected = block(x, encoder_hidden_states=text, **masked)
         with tomadiff.merged(unet, config=config):
             session = session_of(unet)
             session.enter(unet, (torch.zeros(1, 4, 32, 48), 900, text), {})
             assert session.clock.current.layouts["level 1"].order is not None
-            result = block(x, attention_mask=mask, encoder_hidden_states=text)
+            result = block(x, encoder_hidden_states=text, **masked)
+            without = block(x, encoder_hidden_states=text)
             session.exit(unet, (), {}, None)
     assert torch.allclose(result, expected, atol=1e-5)
+    assert not torch.allclose(without, expected, atol=1e-5)
 
 
 def test_a_model_whose_tokens_are_elsewhere_is_an_error(unet, text):

@@ -50,7 +50,6 @@ def apply(target: Target, ratio: float | None = None, config: MergeConfig | None
     model, adapter = _find(target)
     if config is None:
         config = preset(adapter.family, ratio=0.5 if ratio is None else ratio)
-    # Raises without having changed anything if the configuration does not fit the model.
     session = Session(config, adapter, *lay_groups(model, adapter, config))
     remove(model)
     hook(model, session)

@@ -172,7 +172,10 @@ class ArrangeAfter(ModelHook):
 
     def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
         layout = self.session.clock.current.arrangement.get(self.kind)
-        return output if layout is None else layout.arrange(output)
+        if layout is None:
+            return output
+        check_tokens(output, layout)
+        return layout.arrange(output)
 
 
 class RestoreBefore(ModelHook):

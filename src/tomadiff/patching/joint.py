@@ -213,6 +213,11 @@ def takes_mask(attn: Any) -> bool:
     backend = attn.processor._attention_backend
     if backend is None:
         backend = _AttentionBackendRegistry.get_active_backend()[0]
+    if "sage" in str(getattr(backend, "value", backend)):
+        raise ValueError(
+            "SageAttention takes neither a mask nor heads of another width, so merged keys cannot carry "
+            "their cluster size: set proportional=False in the MergeConfig, or use another attention backend"
+        )
     return backend in MASK_BACKENDS
 
 

@@ -6,7 +6,9 @@ python -m tomadiff.demo.train.run --out runs
 from __future__ import annotations
 
 import argparse
+import fcntl
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -15,6 +17,17 @@ from .data import load_glyphs
 from .denoiser import Denoiser, prepare
 from .loop import Training, stop_on_signal
 from .stages import PLAN
+
+
+def lock(out: Path) -> TextIO:
+    """Claim `out` for as long as the file is open: two processes would overwrite each other's checkpoints."""
+    out.mkdir(parents=True, exist_ok=True)
+    claimed = (out / "lock").open("w")
+    try:
+        fcntl.flock(claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise SystemExit(f"another process is training in {out}: wait until it has stopped") from None
+    return claimed
 
 
 def main() -> None:
@@ -27,12 +40,18 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_flush_denormal(True)
     stop_on_signal()
-    load_glyphs(options.out)
-    autoencoder.train(options.out)
+    with lock(options.out):
+        train(options.out, options.compile)
+
+
+def train(out: Path, compiled: bool) -> None:
+    """Whatever of the plan is not done yet."""
+    load_glyphs(out)
+    autoencoder.train(out)
     trainings: dict[str, Training[Denoiser]] = {}
     for name, until in PLAN:
         if name not in trainings:
-            trainings[name] = prepare(options.out, name, options.compile)
+            trainings[name] = prepare(out, name, compiled)
         if trainings[name].step < until:
             print(f"{name}: step {trainings[name].step} to {until}", flush=True)
             trainings[name].run(until)

@@ -34,8 +34,8 @@ STAGES: dict[str, tuple[Stage, ...]] = {
 
 # Both models advance in turn, so that there is something to look at early; flux comes first.
 PLAN: tuple[tuple[str, int], ...] = (
-    ("emoji-flux", 400),
-    ("emoji-xl", 250),
+    ("emoji-flux", 200),
+    ("emoji-xl", 200),
     ("emoji-flux", 2200),
     ("emoji-xl", 1600),
     ("emoji-flux", 3500),
