@@ -71,7 +71,7 @@ def make_pipeline(name):
         parts["add_watermarker"] = False
     else:
         parts |= {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
-        parts["scheduler"] = DDIMScheduler()
+        parts["scheduler"] = DDIMScheduler(steps_offset=1, clip_sample=False)
     if task == "controlnet":
         parts["controlnet"] = ControlNetModel.from_unet(unet, conditioning_channels=3).eval()
         # Untrained ControlNets begin with zeros; these have an effect.

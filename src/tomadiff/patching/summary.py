@@ -19,7 +19,11 @@ def summary(target: Any, show: bool = True) -> dict[str, Any]:
     Token counts are those of the last call of the model. Prints a table unless `show` is False; returns the
     same as plain data, with a row for every block.
 
-    >>> tomadiff.summary(pipe)  # doctest: +SKIP
+    >>> with tomadiff.merged(pipe, 0.5):
+    ...     images = pipe(**prompt, height=256, width=256, num_inference_steps=2).images
+    ...     rows = tomadiff.summary(pipe, show=False)["blocks"]
+    >>> [rows[0][name] for name in ("block", "tokens", "merged", "selected", "reused")]
+    ['down_blocks.1.attentions.0.transformer_blocks.0', 256, 128, 1, 1]
     """
     session = session_of(target)
     if session is None:
