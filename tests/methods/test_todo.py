@@ -119,6 +119,8 @@ def test_fused_projections_are_refused_in_words(unet, inputs):
     apply(unet, config=preset("todo"))
     with pytest.raises(ValueError, match="unfuse_qkv_projections"):
         unet(*inputs(16, 16))
+    unet.unfuse_qkv_projections()
+    assert unet(*inputs(16, 16)).sample.isfinite().all()
 
 
 def test_default_configuration_names_the_method_only():

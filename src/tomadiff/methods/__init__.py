@@ -6,9 +6,6 @@ out, and makes a plan from hidden states in that layout; hooks then call the pla
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 from tomadiff.methods.free import Free, NoMerging
 from tomadiff.methods.interface import Method, Plan
 from tomadiff.methods.todo import ToDo
@@ -16,13 +13,9 @@ from tomadiff.methods.tofu import ToFu
 from tomadiff.methods.toma import ToMA
 from tomadiff.methods.tome import ToMe
 
-if TYPE_CHECKING:
-    from tomadiff.config import MergeConfig
-
-
 __all__ = ["METHODS", "Method", "Plan"]
 
-METHODS: dict[str, Callable[[MergeConfig], Method]] = {
+METHODS: dict[str, type[Method]] = {
     "toma": ToMA,
     "tome": ToMe,
     "tofu": ToFu,

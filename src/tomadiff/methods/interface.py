@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
 from tomadiff.core.regions import Grid, Layout
+
+if TYPE_CHECKING:
+    from tomadiff.config import MergeConfig
 
 
 class Plan(Protocol):
@@ -43,6 +46,8 @@ class Method(Protocol):
     """
 
     keys_only: ClassVar[bool] = False
+
+    def __init__(self, config: MergeConfig) -> None: ...
 
     def variant(self, depth: float) -> str:
         """What the method does at a depth of the model, 0 the first block and 1 behind the last, where it

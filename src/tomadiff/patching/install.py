@@ -102,6 +102,8 @@ def _group_name(block: Block, ratio: float | None, share: bool, variant: str) ->
 def _sites(block: Block, config: MergeConfig) -> tuple[Site, ...]:
     if config.mode == "once":
         return (block.once,)
+    if METHODS[config.method].keys_only and block.keys is not None:
+        return (block.keys,)
     return tuple(site for site in block.sites if set(site.part.split("+")) <= set(config.modules))
 
 
