@@ -170,7 +170,9 @@ def head_hooks(attn: Any, heads_first: bool) -> tuple[tuple[nn.Module, HookMaker
                 queries = name == projections[0]
                 hooks.append((getattr(attn, name), partial(at, roles=(role,), queries=queries)))
         if getattr(attn, fused, None) is not None:
-            hooks.append((getattr(attn, fused), partial(at, roles=roles, queries=True)))
+            # The fused processor of the blocks with heads first leaves the norms out.
+            fused_roles = _ROLES if heads_first else roles
+            hooks.append((getattr(attn, fused), partial(at, roles=fused_roles, queries=True)))
         for role, norm in zip(_ROLES, normed, strict=False):
             if norm is not None:
                 hooks.append((norm, partial(AtNorm, run=run, role=role, heads_first=heads_first)))

@@ -6,6 +6,8 @@ did in between is one word.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import update_wrapper
 from typing import Any
 
 import torch
@@ -115,11 +117,10 @@ class MergeOnce(ModelHook):
     """Merge at a block's entry; at its exit unmerge the block's update, so that the residual stream stays
     sharp."""
 
-    def __init__(self, session: Session, group: str, name: str) -> None:
+    def __init__(self, session: Session, group: str) -> None:
         super().__init__()
         self.session = session
         self.group = group
-        self.name = name
 
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
@@ -129,13 +130,13 @@ class MergeOnce(ModelHook):
         if plan is None:
             return (x, *args), kwargs
         merged = plan.merge(x)
-        self.session.scratch[self.name] = (x, merged)
+        self.session.scratch["block"] = (x, merged)
         return (merged, *args), kwargs
 
     def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
-        if self.name not in self.session.scratch:
+        if "block" not in self.session.scratch:
             return output
-        x, merged = self.session.scratch.pop(self.name)
+        x, merged = self.session.scratch.pop("block")
         result: torch.Tensor = x + self.session.clock.current.plans[self.group].unmerge(output - merged)
         return result
 
@@ -160,15 +161,14 @@ class Arrange(ModelHook):
 
 
 class ArrangeAfter(ModelHook):
-    """Put the tokens that a module makes into layout order."""
+    """Put the tokens that a module makes into the order of the whole model."""
 
     def __init__(self, session: Session, kind: str) -> None:
         super().__init__()
         self.session = session
-        self.kind = kind
 
     def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
-        layout = self.session.clock.current.arrangement.get(self.kind)
+        layout = self.session.order
         if layout is None:
             return output
         check_tokens(output, layout)
@@ -176,18 +176,17 @@ class ArrangeAfter(ModelHook):
 
 
 class RestoreBefore(ModelHook):
-    """Put tokens back into their original order before a module."""
+    """Put the tokens of the whole model back into their original order before a module."""
 
     def __init__(self, session: Session, kind: str) -> None:
         super().__init__()
         self.session = session
-        self.kind = kind
 
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         x, args, kwargs = take_hidden_states(args, kwargs)
-        layout = self.session.clock.current.arrangement.get(self.kind)
+        layout = self.session.order
         return (x if layout is None else layout.restore(x), *args), kwargs
 
 
@@ -242,16 +241,28 @@ def attach(module: nn.Module, hook: ModelHook) -> None:
     index = ours.index(False) if False in ours else len(ours)
     if getattr(hook, "outermost", False) or index == len(ours):
         registry.register_hook(hook, name)
+        module.forward = _as_function(module.forward)
         return
     outer = registry._fn_refs[index]
     inside = "forward" if outer.original_forward is None else "original_forward"
     # Let the registry wrap what the outer hook wraps, then let the outer hook wrap that.
     whole, module.forward = module.forward, getattr(outer, inside)
     registry.register_hook(hook, name)
-    setattr(outer, inside, module.forward)
+    setattr(outer, inside, _as_function(module.forward))
     module.forward = whole
     registry._hook_order.insert(index, registry._hook_order.pop())
     registry._fn_refs.insert(index, registry._fn_refs.pop())
+
+
+def _as_function(forward: Any) -> Callable[..., Any]:
+    """The same as a function. `torch.compile` knows a `partial` by its identity and would compile every block
+    of a model anew (`compile_repeated_blocks`); it knows a function by its code."""
+    call, module = forward.func, forward.args[0]
+
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        return call(module, *args, **kwargs)
+
+    return update_wrapper(hooked, forward)
 
 
 def is_cached(module: nn.Module) -> bool:

@@ -60,7 +60,7 @@ class JointAttention(ModelHook):
             plan = self.session.current_plan(self.group, x)
         else:
             plan = self.session.clock.current.plans.get(self.group)
-        if plan is None or looks_at_queries(args, kwargs):
+        if plan is None or runs_unmerged(module):
             self._text, self._wide = -1, False
             self._set_width(module, 0)
             return (x, *args), kwargs
@@ -194,10 +194,8 @@ class MergeCached(ModelHook):
 class MergeJointOnce(MergeOnce):
     """Merge image tokens at a block's entry; the block returns (text, image)."""
 
-    def pre_forward(
-        self, module: nn.Module, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if looks_at_queries(args, kwargs):
+    def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if runs_unmerged(module.attn):
             return args, kwargs
         return super().pre_forward(module, *args, **kwargs)
 
@@ -232,10 +230,11 @@ def takes_mask(attn: Any) -> bool:
     return backend in MASK_BACKENDS
 
 
-def looks_at_queries(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the attention of this call is an IP-Adapter's, which wants its queries as they are."""
-    given = [kwargs, *args, *kwargs.values()]
-    return any(isinstance(some, dict) and some.get("ip_hidden_states") is not None for some in given)
+def runs_unmerged(attn: Any) -> bool:
+    """Whether an attention needs its image tokens as they are: an IP-Adapter's looks at queries before they
+    are rotated, perturbed guidance cuts the batch in two inside."""
+    processor = attn.processor
+    return hasattr(processor, "to_k_ip") or type(processor).__name__.startswith("PAG")
 
 
 def _both(

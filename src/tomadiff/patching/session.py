@@ -86,12 +86,14 @@ class Session:
         self.grids: Mapping[str, tuple[Grid, ...]] = {}
         self.layouts: Mapping[str, Layout] = {}
         self.clock = Clock()
-        # Tensors that a hook needs from the beginning of its module to its end, by name of the hook.
+        # What hooks need from the beginning of a module to its end. One module runs at a time, so names are
+        # the same for all: one for each block would make `torch.compile` compile each anew.
         self.scratch: dict[str, Any] = {}
         # Two pipelines may share one model; the clock's current pass must not change under a running call.
         self._lock = threading.RLock()
         self._owner: int | None = None
-        self._order: Layout | None = None
+        # Of the whole model, while it runs: a pipeline may call a part of it (`pos_embed`) by itself.
+        self.order: Layout | None = None
 
     def plan(self, group: str, x: torch.Tensor) -> None:
         """Make the plan of a group from x: (B, N, C), if the group merges in this step and has none yet."""
@@ -119,7 +121,7 @@ class Session:
         """Forward pre-hook of the model."""
         self._lock.acquire()
         self._owner = threading.get_ident()
-        self._order = None
+        self.order = None
         if self.renew is not None and any(hooked.changed for hooked in self.hooked):
             self.renew()
         reading = self.adapter.read(args, kwargs)
@@ -137,12 +139,10 @@ class Session:
                 )
         current.arrangement = {self.groups[name].kind: layout for name, layout in current.layouts.items()}
         self.grids, self.layouts = reading.grids, current.layouts
-        self._order = self._whole_order(reading)
-        if self._order is None:
+        self.order = self._whole_order(reading)
+        if self.order is None:
             return args, kwargs
-        assert self.adapter.order is not None
-        current.arrangement[self.adapter.order] = self._order
-        return self.adapter.arrange(args, kwargs, self._order)
+        return self.adapter.arrange(args, kwargs, self.order)
 
     def _enough(self, grids: tuple[Grid, ...]) -> bool:
         tokens = sum(height * width for height, width in grids)
@@ -170,8 +170,9 @@ class Session:
             count.weighed += current.due != "reuse"
             count.reused += current.due == "reuse"
         self.scratch.clear()
-        if self._order is not None and output is not None:
-            output = self.adapter.restore(output, self._order)
+        if self.order is not None and output is not None:
+            output = self.adapter.restore(output, self.order)
+        self.order = None
         self._owner = None
         self._lock.release()
         return output

@@ -18,6 +18,7 @@ from tomadiff.patching.adapters.base import (
     Adapter,
     Block,
     HookMaker,
+    Passage,
     Reading,
     Site,
     form_of,
@@ -26,7 +27,7 @@ from tomadiff.patching.adapters.base import (
 )
 from tomadiff.patching.clock import Call
 from tomadiff.patching.heads import head_hooks
-from tomadiff.patching.hooks import MergeAround
+from tomadiff.patching.hooks import ArrangeAfter, MergeAround
 from tomadiff.patching.joint import (
     JointAttention,
     MergeCached,
@@ -77,11 +78,8 @@ class FluxAdapter(Adapter):
 
     def __init__(self, model: FluxTransformer2DModel | FluxControlNetModel) -> None:
         self._model = model
-        controlnet = isinstance(model, FluxControlNetModel)
-        self._names = CONTROLNET_ARGUMENTS if controlnet else TRANSFORMER_ARGUMENTS
-        self._per_token: tuple[str, ...] = PER_TOKEN
-        if controlnet and model.input_hint_block is None:
-            self._per_token = (*PER_TOKEN, "controlnet_cond")
+        self._controlnet = isinstance(model, FluxControlNetModel)
+        self._names = CONTROLNET_ARGUMENTS if self._controlnet else TRANSFORMER_ARGUMENTS
 
     def blocks(self) -> list[Block]:
         model = self._model
@@ -91,6 +89,11 @@ class FluxAdapter(Adapter):
             for i, b in enumerate(model.single_transformer_blocks)
         ]
         return dual + single
+
+    def passages(self) -> list[Passage]:
+        # A ControlNet's condition may still be a picture at the model's entry.
+        entry = ((self._model.controlnet_x_embedder, ArrangeAfter),) if self._controlnet else ()
+        return [Passage("", "dual", entry)]
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Reading:
         given = dict(zip(self._names, args, strict=False)) | dict(kwargs)
@@ -110,7 +113,7 @@ class FluxAdapter(Adapter):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = dict(zip(self._names, args, strict=False)) | kwargs
-        for name in self._per_token:
+        for name in PER_TOKEN:
             if name in given:
                 given[name] = map_tensors(layout.arrange, given[name])
         ids = given["img_ids"]
@@ -140,7 +143,7 @@ def _single(name: str, block: FluxSingleTransformerBlock) -> Block:
 
 
 def _once(name: str, block: FluxTransformerBlock | FluxSingleTransformerBlock) -> Site:
-    return Site("block", name, ((block, partial(MergeJointOnce, name=name)), *_merged_before(block)))
+    return Site("block", name, ((block, MergeJointOnce), *_merged_before(block)))
 
 
 def _merged_before(

@@ -8,6 +8,7 @@ from typing import Any
 
 from diffusers import SD3Transformer2DModel
 from diffusers.models.attention import JointTransformerBlock
+from diffusers.models.controlnets.controlnet_sd3 import SD3ControlNetModel
 from torch import nn
 
 from tomadiff.core.regions import Layout
@@ -27,12 +28,25 @@ from tomadiff.patching.heads import head_hooks
 from tomadiff.patching.hooks import ArrangeAfter, MergeAround, RestoreBefore
 from tomadiff.patching.joint import JointAttention, MergeCached, MergeJointOnce
 
-ARGUMENTS = (
+TRANSFORMER_ARGUMENTS = (
     "hidden_states",
     "encoder_hidden_states",
     "pooled_projections",
     "timestep",
     "block_controlnet_hidden_states",
+    "joint_attention_kwargs",
+    "return_dict",
+    "skip_layers",
+)
+CONTROLNET_ARGUMENTS = (
+    "hidden_states",
+    "controlnet_cond",
+    "conditioning_scale",
+    "encoder_hidden_states",
+    "pooled_projections",
+    "timestep",
+    "joint_attention_kwargs",
+    "return_dict",
 )
 
 # The processors of these blocks take a mask and drop it, so keys get their sizes in extra head dimensions.
@@ -43,12 +57,14 @@ MERGED_BEFORE = partial(JointAttention, merge=False, masked=False)
 class SD3Adapter(Adapter):
     """Tokens are put in layout order after their positions are added, and back before the last norm."""
 
-    models = (SD3Transformer2DModel,)
+    models = (SD3Transformer2DModel, SD3ControlNetModel)
     family = "sd3"
     order = "joint"
 
-    def __init__(self, model: SD3Transformer2DModel) -> None:
+    def __init__(self, model: SD3Transformer2DModel | SD3ControlNetModel) -> None:
         self._model = model
+        self._controlnet = isinstance(model, SD3ControlNetModel)
+        self._names = CONTROLNET_ARGUMENTS if self._controlnet else TRANSFORMER_ARGUMENTS
 
     def blocks(self) -> list[Block]:
         return [
@@ -58,11 +74,14 @@ class SD3Adapter(Adapter):
         ]
 
     def passages(self) -> list[Passage]:
-        ends = ((self._model.pos_embed, ArrangeAfter), (self._model.norm_out, RestoreBefore))
-        return [Passage("transformer_blocks", "joint", ends)]
+        model = self._model
+        if self._controlnet:
+            entries = [module for module in (model.pos_embed, model.pos_embed_input) if module is not None]
+            return [Passage("", "joint", tuple((module, ArrangeAfter) for module in entries))]
+        return [Passage("", "joint", ((model.pos_embed, ArrangeAfter), (model.norm_out, RestoreBefore)))]
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Reading:
-        given = dict(zip(ARGUMENTS, args, strict=False)) | dict(kwargs)
+        given = dict(zip(self._names, args, strict=False)) | dict(kwargs)
         x, timestep = given["hidden_states"], read_timestep(given["timestep"])
         patch = self._model.config.patch_size
         return Reading(
@@ -76,11 +95,14 @@ class SD3Adapter(Adapter):
     def arrange(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if len(args) >= len(ARGUMENTS):
-            residuals = map_tensors(layout.arrange, args[len(ARGUMENTS) - 1])
-            return (*args[: len(ARGUMENTS) - 1], residuals, *args[len(ARGUMENTS) :]), kwargs
-        residuals = map_tensors(layout.arrange, kwargs.get(ARGUMENTS[-1]))
-        return args, {**kwargs, ARGUMENTS[-1]: residuals}
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        residuals = given.get("block_controlnet_hidden_states")
+        if residuals is not None:
+            given["block_controlnet_hidden_states"] = map_tensors(layout.arrange, residuals)
+        return (), given
+
+    def restore(self, output: Any, layout: Layout) -> Any:
+        return map_tensors(layout.restore, output) if self._controlnet else output
 
 
 def _block(name: str, block: JointTransformerBlock) -> Block:
@@ -93,5 +115,5 @@ def _block(name: str, block: JointTransformerBlock) -> Block:
     inside: list[tuple[nn.Module, HookMaker]] = []
     for part, attn in attentions:
         inside += [(attn, MERGED_BEFORE), (attn, MergeCached), *heads[part]]
-    once = Site("block", name, ((block, partial(MergeJointOnce, name=name)), *inside))
+    once = Site("block", name, ((block, MergeJointOnce), *inside))
     return Block(name, block, "joint", tuple(sites), once)

@@ -83,5 +83,5 @@ def _block(name: str, block: BasicTransformerBlock, kind: str) -> Block:
     if block.attn2 is not None:
         sites.append(Site("cross", f"{name}.attn2", ((block.attn2, CROSS_ATTENTION),)))
     sites.append(Site("ff", f"{name}.ff", ((block.ff, MergeAround),)))
-    once = Site("block", name, ((block, partial(MergeOnce, name=name)), (block.attn1, WeighKeys)))
+    once = Site("block", name, ((block, MergeOnce), (block.attn1, WeighKeys)))
     return Block(name, block, kind, tuple(sites), once)
