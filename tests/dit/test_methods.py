@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig
 from small_dits import FAMILIES, make_flux, run
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -206,3 +207,17 @@ def test_tofu_prunes_the_dual_and_merges_the_single_blocks_of_a_balanced_flux():
     model = tomadiff.apply(make_flux(dual=2, single=2), config=small("tofu", share=True))
     variants = {(group.kind, group.variant) for group in session_of(model).groups.values()}
     assert variants == {("dual", "prune"), ("single", "merge")}
+
+
+@pytest.mark.parametrize("name", ["tome", "todo"])
+def test_lora_before_or_after_apply(main_family, name):
+    """A LoRA takes the place of the projections that give fewer keys."""
+    model, inputs = main_family
+    tomadiff.apply(model, config=small(name))
+    bare = run(model, inputs())
+    torch.manual_seed(2)
+    model.add_adapter(LoraConfig(r=2, init_lora_weights=False, target_modules=["to_q", "to_k", "to_v"]))
+    after = run(model, inputs())
+    assert not torch.allclose(after, bare, atol=1e-4)
+    tomadiff.apply(model, config=small(name))
+    assert torch.equal(run(model, inputs()), after)
