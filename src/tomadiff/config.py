@@ -75,7 +75,7 @@ class MergeConfig:
     select_size: int = 8
     merge_region: str = "tile"
     merge_size: int = 8
-    tau: float = 0.1
+    tau: float = 0.001
     normalise: str = "destinations"
     unmerge: str = "transpose"
     ridge: float = 0.1
