@@ -50,7 +50,7 @@ def apply(target: Target, ratio: float | None = None, config: MergeConfig | None
     model, adapter = _find(target)
     if config is None:
         config = preset(adapter.family, ratio=0.5 if ratio is None else ratio)
-    session = Session(config, adapter, *lay_groups(model, adapter, config))
+    session = Session(model, config, adapter, *lay_groups(model, adapter, config))
     remove(model)
     hook(model, session)
     # Hooks of the module itself run before `forward`, so outside of the graph of a compiled model.

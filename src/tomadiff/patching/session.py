@@ -13,8 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from tomadiff.config import MergeConfig
 from tomadiff.core.regions import Grid, Layout
-from tomadiff.methods import METHODS, Plan
-from tomadiff.patching.adapters.base import Adapter, Block, Reading, Site
+from tomadiff.methods import METHODS, Method, Plan
+from tomadiff.patching.adapters.base import Adapter, Block, Reading, Site, map_tensors
 from tomadiff.patching.clock import Clock
 
 
@@ -72,8 +72,14 @@ class Session:
     """
 
     def __init__(
-        self, config: MergeConfig, adapter: Adapter, groups: Mapping[str, Group], places: list[Place]
+        self,
+        model: nn.Module,
+        config: MergeConfig,
+        adapter: Adapter,
+        groups: Mapping[str, Group],
+        places: list[Place],
     ) -> None:
+        self.model = model
         self.config = config
         self.adapter = adapter
         self.groups = dict(groups)
@@ -81,7 +87,10 @@ class Session:
         self.handles: tuple[RemovableHandle, ...] = ()
         self.hooked: list[Hooked] = []
         self.renew: Callable[[], None] | None = None
-        self.method = METHODS[config.method](config)
+        # The shapes of the last call and what it showed; and what to take for that in a call without values.
+        self.last: tuple[Any, Any, Reading] | None = None
+        self.replay: Reading | None = None
+        self.method: Method = METHODS[config.method](config)
         self.counts = {name: Count() for name in groups}
         self.grids: Mapping[str, tuple[Grid, ...]] = {}
         self.layouts: Mapping[str, Layout] = {}
@@ -124,7 +133,8 @@ class Session:
         self.order = None
         if self.renew is not None and any(hooked.changed for hooked in self.hooked):
             self.renew()
-        reading = self.adapter.read(args, kwargs)
+        reading = self.adapter.read(args, kwargs) if self.replay is None else self.replay
+        self.last = (*(map_tensors(_shape_of, given) for given in (args, kwargs)), reading)
         ratio = self.config.ratio_at(reading.progress)
         current = self.clock.enter(reading.call)
         current.advance(ratio, self.config.select_every, self.config.weights_every)
@@ -191,3 +201,7 @@ def check_tokens(x: torch.Tensor, layout: Layout) -> None:
             f"expected {layout.tokens} tokens ({layout.grids}), got {tuple(x.shape)}: this model's tokens "
             "are not where tomadiff looks for them. Please `tomadiff.remove` it and report its configuration"
         )
+
+
+def _shape_of(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, device="meta")

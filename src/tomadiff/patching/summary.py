@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from tomadiff.core.regions import Layout
+from tomadiff.patching import ceiling
 from tomadiff.patching.apply import session_of
 from tomadiff.patching.session import Place, Session
 
@@ -17,7 +18,8 @@ def summary(target: Any, show: bool = True) -> dict[str, Any]:
     """What merges where: tokens before and after, regions, and how often plans were made and used again.
 
     Token counts are those of the last call of the model. Prints a table unless `show` is False; returns the
-    same as plain data, with a row for every block.
+    same as plain data, with a row for every block. What is printed ends with the work of that call, and how
+    far it is from the least that these merged tokens allow; counting it takes a moment.
 
     >>> with tomadiff.merged(pipe, 0.5):
     ...     images = pipe(**prompt, height=256, width=256, num_inference_steps=2).images
@@ -36,6 +38,9 @@ def summary(target: Any, show: bool = True) -> dict[str, Any]:
         result = {"applied": True, "config": session.config.to_json(), "blocks": rows}
     if show:
         print(_table(result["blocks"]) if result["applied"] else "merging is not applied")
+        if (flops := ceiling.count(target)) is not None:
+            print(flops)
+            result["flops"] = vars(flops)
     return result
 
 

@@ -132,7 +132,7 @@ def form_of(x: torch.Tensor) -> tuple[Any, ...]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """`function` of a tensor, or of each tensor in a list, tuple or diffusers output.
+    """`function` of a tensor, or of each tensor in a list, tuple, dict or diffusers output.
 
     >>> map_tensors(torch.neg, (torch.ones(1), None))
     (tensor([-1.]), None)
@@ -141,6 +141,8 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
         return function(value)
     if isinstance(value, BaseOutput):
         return type(value)(**{name: map_tensors(function, part) for name, part in value.items()})
+    if type(value) is dict:
+        return {name: map_tensors(function, part) for name, part in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(map_tensors(function, part) for part in value)
     return value
