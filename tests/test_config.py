@@ -8,7 +8,7 @@ from tomadiff.config import PRESETS
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_survive_json(name):
-    config = preset(name, ratio=((0, 0.25), (0.5, 0.5)), overrides={"*.ff": 0.1})
+    config = preset(name, ratio=((0, 0), (0.5, 0.75)), overrides={"*.ff": 0.75})  # which every method can do
     again = MergeConfig.from_json(config.to_json())
     assert again == config
     assert hash(again) == hash(config)

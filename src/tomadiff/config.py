@@ -35,7 +35,9 @@ class MergeConfig:
             the text), "ff" (feed-forward).
 
     What researchers tinker with:
-        method: how tokens are merged; see `tomadiff.methods`.
+        method: how tokens are merged: "toma", its peers "tome", "tofu" and "todo", or to measure with "none"
+            (the original model) and "free" (the fastest there can be, with garbage pictures). The regions,
+            tau, normalise, unmerge and ridge are toma's alone.
         select_region, select_size: where destinations are chosen: "tile" (size x size tokens), "stripe"
             (size rows) or "global". Smaller is faster to plan.
         merge_region, merge_size: where tokens are averaged; not smaller than the selection's regions.
@@ -49,6 +51,9 @@ class MergeConfig:
         select_every, weights_every: choose new destinations, and new weights for them, every so many steps.
         share: one plan for all blocks of one kind (same resolution and width), or one for every block.
         min_tokens: leave blocks with fewer tokens alone: there is nothing to gain.
+        seed: of the random destinations of tome and tofu, which change from step to step and are the same
+            for the whole batch; None takes the top left token of each cell.
+        prune: share of the blocks, from the first on, in which tofu drops tokens instead of merging them.
 
     >>> config = MergeConfig(ratio=0.6, skip_first=1)
     >>> MergeConfig.from_json(config.to_json()) == config
@@ -80,6 +85,8 @@ class MergeConfig:
     weights_every: int = 5
     share: bool = True
     min_tokens: int = 64
+    seed: int | None = None
+    prune: float = 0.5
 
     def __post_init__(self) -> None:
         # JSON and keyword users write lists; equality and hashing want tuples.
@@ -91,6 +98,7 @@ class MergeConfig:
         self._check_choices()
         self._check_numbers()
         self._check_regions()
+        METHODS[self.method](self)  # refuses what the method cannot do
 
     def __hash__(self) -> int:
         return hash(self.to_json())
@@ -188,6 +196,10 @@ class MergeConfig:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} is a positive number; got {value!r}")
+        if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
+            raise ValueError(f"seed is a whole number or None; got {self.seed!r}")
+        if not 0 <= self.prune <= 1:
+            raise ValueError(f"prune is a share of the blocks, 0 <= prune <= 1; got {self.prune!r}")
         if not 0 <= self.start < self.end <= 1:
             raise ValueError(
                 f"merging runs from start to end with 0 <= start < end <= 1; got {self.start}, {self.end}"
@@ -213,6 +225,11 @@ def _check_ratio(ratio: float, name: str) -> None:
 _PAPER = MergeConfig(tau=0.001, proportional=False, merge_region="global", min_tokens=0)
 _PAPER_TILE = _PAPER.replace(merge_region="tile")
 
+# The peers as published plan in every block at every step, and weigh all keys alike.
+_PEER = MergeConfig(
+    proportional=False, share=False, select_every=1, weights_every=1, min_tokens=0, seed=0, method="tome"
+)
+
 _DIT = MergeConfig(select_every=1, weights_every=1, skip_first=3)
 
 PRESETS: dict[str, MergeConfig] = {
@@ -230,6 +247,22 @@ PRESETS: dict[str, MergeConfig] = {
         select_region="stripe", merge_region="stripe", select_size=1, merge_size=1
     ),
     "paper-once": _PAPER_TILE.replace(mode="once"),
+    # The peers, merging wherever they can.
+    "tome": _PEER,
+    "tofu": _PEER.replace(method="tofu"),
+    "todo": _PEER.replace(method="todo", ratio=0.75, modules=("self",), share=True),
+    # What the package `tomesd` does unless told otherwise to the UNets of Stable Diffusion 1 and 2:
+    # self-attention at full resolution only. Other UNets have other blocks there.
+    "tomesd": _PEER.replace(
+        modules=("self",),
+        overrides=dict.fromkeys(
+            ("down_blocks.[!0].*", "mid_block.*", "up_blocks.[!3].*"),
+            0.0,
+        ),
+    ),
+    # The two ends to measure between.
+    "none": MergeConfig(method="none"),
+    "free": MergeConfig(method="free", proportional=False, min_tokens=0),
 }
 
 

@@ -9,6 +9,7 @@ import torch
 from tomadiff.core.merging import assignment, cluster_sizes, cosine_similarity, merge_map, unmerge_map
 from tomadiff.core.regions import Grid, Layout, Regions, make_layout
 from tomadiff.core.selection import facility_location, one_hot
+from tomadiff.methods.interface import Method
 
 if TYPE_CHECKING:
     from tomadiff.config import MergeConfig
@@ -65,11 +66,13 @@ class ToMAPlan(NamedTuple):
         return self.method.weigh(x, self.layout, tuple(maps.destinations for maps in self.groups))
 
 
-class ToMA:
+class ToMA(Method):
     def __init__(self, config: MergeConfig) -> None:
         self.config = config
 
-    def layout(self, grids: tuple[Grid, ...], ratio: float, device: torch.device) -> Layout:
+    def layout(
+        self, grids: tuple[Grid, ...], ratio: float, device: torch.device, step: int = 0, variant: str = ""
+    ) -> Layout:
         config = self.config
         return make_layout(
             grids,

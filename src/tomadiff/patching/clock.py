@@ -38,6 +38,7 @@ class Pass:
     layouts: of the groups that merge in this step
     arrangement: for each kind of block with such a group, a layout that tells the order of its tokens
     plans: of this step, by group; outdated: whose destinations still hold but whose weights do not
+    steps: how many there were since the ratio changed
     """
 
     batch: int = 0
@@ -46,21 +47,21 @@ class Pass:
     plans: dict[str, Plan] = field(default_factory=dict)
     outdated: dict[str, Plan] = field(default_factory=dict)
     due: str = "select"
-    _steps: int = 0
+    steps: int = 0
     _ratio: float | None = None
 
     def advance(self, ratio: float | None, select_every: int, weights_every: int) -> None:
         """Set up for the next step, where `ratio` holds (None: nothing merges). Plans that are due are taken
         away; the first block that needs one makes it."""
         if ratio != self._ratio:
-            self._steps, self._ratio = 0, ratio
-        if ratio is None or self._steps % select_every == 0:
+            self.steps, self._ratio = 0, ratio
+        if ratio is None or self.steps % select_every == 0:
             self.due, self.plans, self.outdated = "select", {}, {}
-        elif self._steps % weights_every == 0:
+        elif self.steps % weights_every == 0:
             self.due, self.plans, self.outdated = "weights", {}, self.plans
         else:
             self.due, self.outdated = "reuse", {}
-        self._steps += 1
+        self.steps += 1
 
 
 @dataclass

@@ -31,10 +31,14 @@ class Tokens(NamedTuple):
 
     rotary: cos and sin, each (B or 1, S, D); None: the attention does it, or there are no rotary positions
     bias: (B, S) of the keys, to go into extra dimensions; None: heads keep their width
+    fewer: makes the tokens that give keys and values, where those are fewer than give queries
+    queries: cos and sin of the queries, where the two differ; otherwise `rotary` is for both
     """
 
     rotary: tuple[torch.Tensor, torch.Tensor] | None
     bias: torch.Tensor | None
+    fewer: Callable[[torch.Tensor], torch.Tensor] | None = None
+    queries: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 def widen(x: torch.Tensor, role: str, bias: torch.Tensor) -> torch.Tensor:
@@ -56,17 +60,28 @@ def narrow(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 class AtProjection(ModelHook):
-    """After `to_q`, `to_k`, `to_v` or their fusion: make the heads wide.
+    """Around `to_q`, `to_k`, `to_v` or their fusion: fewer tokens for keys and values, wide heads after it.
 
     roles: of the parts of the output; queries and keys that a norm is still to see count as "value" here
     """
 
-    def __init__(self, session: Session, group: str, run: str, roles: tuple[str, ...], heads: int) -> None:
+    def __init__(
+        self, session: Session, group: str, run: str, roles: tuple[str, ...], heads: int, queries: bool
+    ) -> None:
         super().__init__()
         self.session = session
         self.run = run
         self.roles = roles
         self.heads = heads
+        self.queries = queries
+
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        tokens: Tokens | None = self.session.scratch.get(self.run)
+        if tokens is not None and tokens.fewer is not None and not self.queries:
+            args = (tokens.fewer(args[0]), *args[1:])
+        return args, kwargs
 
     def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
         tokens: Tokens | None = self.session.scratch.get(self.run)
@@ -104,8 +119,11 @@ class AtNorm(ModelHook):
         if tokens is None:
             return output
         heads = 1 if self.heads_first else 2
-        if tokens.rotary is not None:
-            output = rotate(output, *(table.unsqueeze(heads) for table in tokens.rotary))
+        rotary = tokens.rotary
+        if self.role == "query" and tokens.queries is not None:
+            rotary = tokens.queries
+        if rotary is not None:
+            output = rotate(output, *(table.unsqueeze(heads) for table in rotary))
         if tokens.bias is not None:
             output = widen(output, self.role, tokens.bias.unsqueeze(heads).unsqueeze(-1))
         return output
@@ -146,16 +164,15 @@ def head_hooks(attn: Any, heads_first: bool) -> tuple[tuple[nn.Module, HookMaker
             "value" if norm is not None else role for norm, role in zip(normed, _ROLES, strict=False)
         )
         roles = (*roles, "value")
+        at = partial(AtProjection, run=run, heads=attn.heads)
         for role, name in zip(roles, projections, strict=True):
             if getattr(attn, name, None) is not None:
-                hooks.append(
-                    (getattr(attn, name), partial(AtProjection, run=run, roles=(role,), heads=attn.heads))
-                )
+                queries = name == projections[0]
+                hooks.append((getattr(attn, name), partial(at, roles=(role,), queries=queries)))
         if getattr(attn, fused, None) is not None:
             # The fused processor of the blocks with heads first leaves the norms out.
             fused_roles = _ROLES if heads_first else roles
-            make = partial(AtProjection, run=run, roles=fused_roles, heads=attn.heads)
-            hooks.append((getattr(attn, fused), make))
+            hooks.append((getattr(attn, fused), partial(at, roles=fused_roles, queries=True)))
         for role, norm in zip(_ROLES, normed, strict=False):
             if norm is not None:
                 hooks.append((norm, partial(AtNorm, run=run, role=role, heads_first=heads_first)))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from diffusers.hooks import HookRegistry, ModelHook
+from diffusers.models.attention_processor import Attention
 from torch import nn
 
 from tomadiff.patching.session import Session, check_tokens
@@ -60,6 +61,10 @@ class MergeAround(ModelHook):
         elif any(kwargs.get(name) is not None for name in self.bound_to_order):
             self._did = "reorder"
             x = self.session.clock.current.layouts[self.group].restore(x)
+        elif self.session.method.keys_only:
+            check_not_fused(module)
+            self._did = "nothing"
+            kwargs = self.merged_arguments(plan.sizes, kwargs) | {"encoder_hidden_states": plan.merge(x)}
         else:
             self._did = "merge"
             x, kwargs = plan.merge(x), self.merged_arguments(plan.sizes, kwargs)
@@ -201,6 +206,17 @@ class Restore(ModelHook):
 def key_bias(sizes: torch.Tensor) -> torch.Tensor:
     """sizes: (B, D) -> (B, 1, D), what proportional attention adds to the logits of the merged keys."""
     return sizes.log().unsqueeze(1)
+
+
+def check_not_fused(attn: nn.Module) -> None:
+    fused = getattr(attn, "fused_projections", False)
+    if isinstance(attn, Attention):  # keeps that flag when it is unfused, and gets its processor back
+        fused = "Fused" in type(attn.processor).__name__
+    if fused:
+        raise ValueError(
+            "this method gives keys and values fewer tokens than queries, and fused projections cannot: call "
+            "`unfuse_qkv_projections()` first"
+        )
 
 
 def take_hidden_states(

@@ -9,6 +9,7 @@ from diffusers.hooks import HookRegistry
 from torch import nn
 
 from tomadiff.config import MergeConfig
+from tomadiff.methods import METHODS
 from tomadiff.patching.adapters.base import Adapter, Block, Site
 from tomadiff.patching.hooks import PlanAtEntry, attach, detach
 from tomadiff.patching.session import Group, Hooked, Place, Session
@@ -20,17 +21,20 @@ def lay_groups(
     """The groups of sites that share a plan, and every site with its group."""
     blocks = adapter.blocks()
     ratios = _ratios(blocks, config)
+    method = METHODS[config.method](config)
     groups: dict[str, Group] = {}
     places: list[Place] = []
-    for block in blocks:
+    for index, block in enumerate(blocks):
+        variant = method.variant(index / len(blocks))
         for site in _sites(block, config):
-            ratio = ratios.get(site.name)
+            ratio = 0.0 if config.method == "none" else ratios.get(site.name)
             name = None
             if max(config.ratios) if ratio is None else ratio:
-                name = _group_name(block, ratio, config.share)
-                groups[name] = Group(block.kind, ratio)
+                name = _group_name(block, ratio, config.share, variant)
+                groups[name] = Group(block.kind, ratio, variant)
             places.append(Place(block, site, name))
-    wants_nothing = max(config.ratios) == 0 and not any(config.overrides.values())
+    asked = (*config.ratios, *config.overrides.values())
+    wants_nothing = config.method == "none" or not any(asked)
     if not groups and not wants_nothing:
         raise ValueError(
             f"this configuration would merge nothing: {type(model).__name__} has {len(blocks)} transformer "
@@ -84,18 +88,22 @@ def _hook_again(model: nn.Module, session: Session) -> None:
     hook(model, session)
 
 
-def _group_name(block: Block, ratio: float | None, share: bool) -> str:
+def _group_name(block: Block, ratio: float | None, share: bool, variant: str) -> str:
     parts = [block.kind]
     if not share:
         parts.append(block.name)
     if ratio is not None:
         parts.append(f"at {ratio}")
+    if variant:
+        parts.append(variant)
     return " ".join(parts)
 
 
 def _sites(block: Block, config: MergeConfig) -> tuple[Site, ...]:
     if config.mode == "once":
         return (block.once,)
+    if METHODS[config.method].keys_only and block.keys is not None:
+        return (block.keys,)
     return tuple(site for site in block.sites if set(site.part.split("+")) <= set(config.modules))
 
 

@@ -3,6 +3,7 @@ do."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from tomadiff.core.regions import Layout
 from tomadiff.methods import Plan
 from tomadiff.patching.heads import EXTRA, Tokens, narrow
-from tomadiff.patching.hooks import MergeOnce, is_cached, take_hidden_states
+from tomadiff.patching.hooks import MergeOnce, check_not_fused, is_cached, take_hidden_states
 from tomadiff.patching.session import Session
 
 # The backends that add a float mask to the logits. The others refuse a mask or fall off their fast path.
@@ -27,7 +28,8 @@ MASK_BACKENDS = (
 
 class JointAttention(ModelHook):
     """An attention over text tokens and merged image tokens: merged tokens have the rotary positions of
-    their destinations, and their keys the log of their cluster sizes.
+    their destinations, and their keys the log of their cluster sizes. With a method that merges for keys and
+    values only, queries stay as they are.
 
     merge: merge image tokens here and unmerge the result; otherwise they come merged and stay so
     masked: the attention's processor hands a mask on to the backend
@@ -62,11 +64,16 @@ class JointAttention(ModelHook):
             self._text, self._wide = -1, False
             self._set_width(module, 0)
             return (x, *args), kwargs
-        sizes = plan.sizes
-        if self.merge:
+        sizes, image = plan.sizes, plan.sizes.shape[1]
+        fewer = None
+        if self.session.method.keys_only:
+            check_not_fused(module)
+            layout = self.session.clock.current.layouts[self.group]
+            fewer, image = partial(merge_image, plan=plan, layout=layout), layout.tokens
+        elif self.merge:
             x = plan.merge(x)
         text = kwargs.get("encoder_hidden_states")
-        self._text = x.shape[1] - sizes.shape[1]
+        self._text = x.shape[1] - image
         length = self._text if text is None else text.shape[1]
         tables = kwargs.pop("image_rotary_emb", None)
         rotary = None if tables is None else self._gather(tables, plan, length)
@@ -78,13 +85,17 @@ class JointAttention(ModelHook):
             if not self._wide:
                 kwargs["attention_mask"] = joined[:, None, None]
         scratch = self.session.scratch
+        queries = None
+        if fewer is not None and tables is not None:
+            first = 0 if text is None else length
+            queries = (tables[0][None, first:], tables[1][None, first:])
         if text is None:
             whole = None if rotary is None else _both(rotary)
-            scratch["image"] = Tokens(whole, joined if self._wide else None)
+            scratch["image"] = Tokens(whole, joined if self._wide else None, fewer, queries)
         else:
             apart = (None, None) if rotary is None else rotary
             scratch["text"] = Tokens(apart[0], zeros if self._wide else None)
-            scratch["image"] = Tokens(apart[1], bias if self._wide else None)
+            scratch["image"] = Tokens(apart[1], bias if self._wide else None, fewer, queries)
         self._set_width(module, EXTRA if self._wide else 0)
         return (x, *args), kwargs
 
@@ -97,7 +108,7 @@ class JointAttention(ModelHook):
         first, *others = output if isinstance(output, tuple) else (output,)
         if self._wide and getattr(module, "pre_only", False):
             first = narrow(first, module.heads)
-        if self._unmerge:
+        if self._unmerge and not self.session.method.keys_only:
             first = unmerge_image(first, self.session.clock.current.plans[self.group], self._text)
         return (first, *others) if isinstance(output, tuple) else first
 

@@ -21,10 +21,11 @@ from tomadiff.patching.clock import Clock
 @dataclass(frozen=True)
 class Group:
     """Sites that share one plan: one kind of block, one ratio (None: the configuration's, which may
-    change)."""
+    change), one variant of the method."""
 
     kind: str
     ratio: float | None
+    variant: str = ""
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,9 @@ class Session:
             wanted = ratio if group.ratio is None or ratio is None else group.ratio
             grids = reading.grids.get(group.kind, ())
             if wanted and self._enough(grids):
-                current.layouts[name] = self.method.layout(grids, wanted, reading.device)
+                current.layouts[name] = self.method.layout(
+                    grids, wanted, reading.device, current.steps, group.variant
+                )
         current.arrangement = {self.groups[name].kind: layout for name, layout in current.layouts.items()}
         self.grids, self.layouts = reading.grids, current.layouts
         self.order = self._whole_order(reading)
@@ -167,8 +170,9 @@ class Session:
         grids = reading.grids.get(self.adapter.order or "", ())
         if not (self.groups and self._enough(grids)):
             return None
-        # The order depends on the regions alone, so any ratio will do.
-        layout = self.method.layout(grids, 0.5, reading.device)
+        # The order depends on the regions alone, so any ratio that is asked for will do.
+        asked = (*self.config.ratios, *self.config.overrides.values())
+        layout = self.method.layout(grids, max(asked), reading.device)
         return None if layout.order is None else layout
 
     @torch.compiler.disable

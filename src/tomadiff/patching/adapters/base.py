@@ -38,6 +38,7 @@ class Block:
     plans; a plan is made from the hidden states that enter `module`.
 
     sites: where it merges in mode "each"; once: where it merges in mode "once"
+    keys: where a method that reduces keys and values alone does that, if not at the sites of self-attention
     """
 
     name: str
@@ -45,6 +46,7 @@ class Block:
     kind: str
     sites: tuple[Site, ...]
     once: Site
+    keys: Site | None = None
 
 
 @dataclass(frozen=True)

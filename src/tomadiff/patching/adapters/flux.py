@@ -137,7 +137,9 @@ def _dual(name: str, block: FluxTransformerBlock) -> Block:
 def _single(name: str, block: FluxSingleTransformerBlock) -> Block:
     """Attention and MLP run side by side between `norm` and `proj_out`, so they merge together."""
     together = ((block.norm, MergeImagePart), *_merged_before(block), (block.proj_out, UnmergeImagePart))
-    return Block(name, block, "single", (Site("self+ff", f"{name}.attn+mlp", together),), _once(name, block))
+    sites = (Site("self+ff", f"{name}.attn+mlp", together),)
+    keys = Site("self", f"{name}.attn", _attention(block))
+    return Block(name, block, "single", sites, _once(name, block), keys)
 
 
 def _once(name: str, block: FluxTransformerBlock | FluxSingleTransformerBlock) -> Site:
@@ -148,12 +150,15 @@ def _merged_before(
     block: FluxTransformerBlock | FluxSingleTransformerBlock,
 ) -> tuple[tuple[nn.Module, HookMaker], ...]:
     """The hooks of an attention whose image tokens come merged."""
-    attention = partial(JointAttention, merge=False, masked=True)
-    return (
-        (block.attn, attention),
-        (block.attn, MergeCached),
-        *head_hooks(block.attn, heads_first=False),
-    )
+    return (*_attention(block), (block.attn, MergeCached))
+
+
+def _attention(
+    block: FluxTransformerBlock | FluxSingleTransformerBlock,
+) -> tuple[tuple[nn.Module, HookMaker], ...]:
+    """The hooks of an attention that itself leaves its tokens as many as they are."""
+    joint = partial(JointAttention, merge=False, masked=True)
+    return ((block.attn, joint), *head_hooks(block.attn, heads_first=False))
 
 
 _KNOWN: dict[int, tuple[Grid, ...]] = {}

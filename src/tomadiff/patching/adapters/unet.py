@@ -77,7 +77,9 @@ class UNetAdapter(Adapter):
 
 
 def _block(name: str, block: BasicTransformerBlock, kind: str) -> Block:
-    sites = [Site("self", f"{name}.attn1", ((block.attn1, MergeSelfAttention),))]
+    # Some upscalers attend to the text twice instead of to the picture.
+    part, hook = ("cross", CROSS_ATTENTION) if block.only_cross_attention else ("self", MergeSelfAttention)
+    sites = [Site(part, f"{name}.attn1", ((block.attn1, hook),))]
     if block.attn2 is not None:
         sites.append(Site("cross", f"{name}.attn2", ((block.attn2, CROSS_ATTENTION),)))
     sites.append(Site("ff", f"{name}.ff", ((block.ff, MergeAround),)))
