@@ -148,3 +148,13 @@ def test_unets_have_a_ceiling_too():
 def test_a_model_that_was_not_called_or_cannot_be_built_again_has_none():
     assert ceiling.count(tomadiff.apply(make_flux(), config=CONFIG)) is None
     assert ceiling.count(make_flux()) is None
+
+
+@pytest.mark.parametrize("method", ["tome", "tofu", "todo", "free"])
+def test_every_method_has_a_ceiling(method):
+    config = tomadiff.preset(method, ratio=0.75, min_tokens=0)
+    model = tomadiff.apply(make_flux(), config=config)
+    run(model, flux_inputs((8, 8)))
+    flops = ceiling.count(model)
+    assert flops.ceiling <= flops.merged
+    assert flops.ceiling < flops.unmerged

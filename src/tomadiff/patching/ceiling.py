@@ -1,8 +1,8 @@
 """How much work merging saves, and how much it could save at best: counted, not timed.
 
-The ceiling is the same model with the same tokens merged away by a plan that costs nothing: it drops tokens
-to merge and pads with zeros to unmerge. The result is of no use, but its floating point operations are those
-of a merging that is free, in the blocks that the configuration chooses.
+The ceiling is the same model with as many tokens merged away by plans that cost nothing, as of the method
+"free". The result is of no use, but its floating point operations are those of the blocks that the
+configuration chooses, on the tokens that it leaves them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 from diffusers import ModelMixin
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from tomadiff.core.regions import Grid, Layout
-from tomadiff.methods import Method
+from tomadiff.methods.free import Free
 from tomadiff.patching.apply import apply, session_of
 from tomadiff.patching.session import Session
 
@@ -36,39 +34,6 @@ class Flops:
             f"({self.unmerged / self.merged:.2f}x less work); "
             f"if merging itself were free, {self.ceiling / 1e12:.4g} ({self.unmerged / self.ceiling:.2f}x)"
         )
-
-
-@dataclass(frozen=True)
-class FreePlan:
-    layout: Layout
-    sizes: torch.Tensor
-    positions: torch.Tensor
-
-    def merge(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (B, N, C) -> (B, D, C)"""
-        return x[:, : self.layout.kept]
-
-    def unmerge(self, y: torch.Tensor) -> torch.Tensor:
-        """y: (B, D, C) -> (B, N, C)"""
-        return nn.functional.pad(y, (0, 0, 0, self.layout.tokens - self.layout.kept))
-
-    def refresh(self, x: torch.Tensor) -> FreePlan:
-        return self
-
-
-@dataclass(frozen=True)
-class FreeMethod:
-    """Another method's layouts, with plans that cost nothing."""
-
-    method: Method
-
-    def layout(self, grids: tuple[Grid, ...], ratio: float, device: torch.device) -> Layout:
-        return self.method.layout(grids, ratio, device)
-
-    def plan(self, x: torch.Tensor, layout: Layout) -> FreePlan:
-        """x: (B, N, C)"""
-        kept = torch.arange(layout.kept, device=x.device).expand(x.shape[0], -1)
-        return FreePlan(layout, torch.ones_like(kept, dtype=x.dtype), kept)
 
 
 def count(target: Any) -> Flops | None:
@@ -98,5 +63,7 @@ def count(target: Any) -> Flops | None:
     assert trial is not None
     merged = work(trial)
     trial.clock.reset()
-    trial.method = FreeMethod(trial.method)
+    # The layouts of the method, with plans that cost nothing.
+    free = type("AtNoCost", (type(trial.method),), {"plan": Free.plan})
+    trial.method = free(session.config)
     return Flops(unmerged, merged, work(trial))
