@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from diffusers.hooks import apply_group_offloading
+from diffusers.hooks import apply_group_offloading, apply_layerwise_casting
 from peft import LoraConfig
 from small_dits import CONFIG, EVERYONE, make_flux, make_sd3, run
 
@@ -231,6 +231,37 @@ def test_group_offloading(main_family, offload_first, kind):
     if not offload_first:
         offload()
     torch.testing.assert_close(run(model, inputs()), expected)
+
+
+@pytest.mark.parametrize("casting_first", [True, False])
+def test_layerwise_casting(main_family, casting_first):
+    """Weights kept in a smaller type and cast for every call of a layer."""
+    model, inputs = main_family
+    types = {"storage_dtype": torch.bfloat16, "compute_dtype": torch.float32}
+    if casting_first:
+        apply_layerwise_casting(model, **types)
+        expected = run(model, inputs())
+        tomadiff.apply(model, config=EVERYONE)
+    else:
+        tomadiff.apply(model, config=EVERYONE)
+        run(model, inputs())
+        apply_layerwise_casting(model, **types)
+        tomadiff.remove(model)
+        expected = run(model, inputs())
+        tomadiff.apply(model, config=EVERYONE)
+    torch.testing.assert_close(run(model, inputs()), expected, atol=1e-4, rtol=1e-4)
+    tomadiff.remove(model)
+    assert torch.equal(run(model, inputs()), expected)
+
+
+def test_training_after_generating_in_inference_mode(main_family):
+    model, inputs = main_family
+    tomadiff.apply(model, config=CONFIG)
+    call = inputs()
+    with torch.inference_mode():
+        model(**call)
+    model(**call | {"timestep": call["timestep"] * 0.9}).sample.square().mean().backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
 
 def test_nothing_of_a_generation_outlives_it(main_family):

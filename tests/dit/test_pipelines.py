@@ -16,6 +16,7 @@ from diffusers import (
     StableDiffusion3ControlNetPipeline,
     StableDiffusion3Img2ImgPipeline,
     StableDiffusion3InpaintPipeline,
+    StableDiffusion3PAGPipeline,
     StableDiffusion3Pipeline,
 )
 from small_dits import (
@@ -115,6 +116,10 @@ PIPELINES = {
         | negative_prompt()
         | {"skip_guidance_layers": [1], "skip_layer_guidance_stop": 0.9, "skip_layer_guidance_start": 0.0},
     ),
+    "sd3 perturbed guidance": lambda: (
+        make_sd3_pipeline(StableDiffusion3PAGPipeline, pag_applied_layers="blocks.2"),
+        prompt() | negative_prompt() | {"pag_scale": 2.0},
+    ),
     "sd3 img2img": lambda: (
         make_sd3_pipeline(StableDiffusion3Img2ImgPipeline),
         prompt() | negative_prompt() | {"image": IMAGE, "strength": 0.7},
@@ -144,6 +149,22 @@ def test_a_pipeline_merges_and_is_itself_again(name):
     assert torch.equal(picture(pipe, **call), merged), "a second run must not see the first"
     blocks = tomadiff.summary(pipe, show=False)["blocks"]
     assert all(row["merged"] == row["tokens"] / 2 for row in blocks)
+    assert torch.equal(picture(tomadiff.remove(pipe), **call), plain)
+
+
+@pytest.mark.parametrize(
+    "name", ["dev", "flux controlnet", "kontext", "sd3 with guidance", "sd3 perturbed guidance"]
+)
+def test_merged_once_per_block(name):
+    pipe, call = PIPELINES[name]()
+    call |= SIZE
+    plain = picture(pipe, **call)
+    tomadiff.apply(pipe, config=EVERYONE.replace(mode="once"))
+    torch.testing.assert_close(picture(pipe, **call), plain, atol=2e-3, rtol=0)
+    tomadiff.apply(pipe, config=CONFIG.replace(mode="once"))
+    merged = picture(pipe, **call)
+    assert torch.isfinite(merged).all()
+    assert not torch.equal(merged, plain)
     assert torch.equal(picture(tomadiff.remove(pipe), **call), plain)
 
 
