@@ -8,15 +8,15 @@ of a merging that is free, in the blocks that the configuration chooses.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from diffusers import ModelMixin
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
-from tomadiff.core.regions import Grid, Layout
-from tomadiff.methods import Method
+from tomadiff.core.regions import Layout
+from tomadiff.flops import count_flops
+from tomadiff.methods import Method, Plan
+from tomadiff.methods.free import free_plan
 from tomadiff.patching.apply import apply, session_of
 from tomadiff.patching.session import Session
 
@@ -38,37 +38,18 @@ class Flops:
         )
 
 
-@dataclass(frozen=True)
-class FreePlan:
-    layout: Layout
-    sizes: torch.Tensor
-    positions: torch.Tensor
-
-    def merge(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (B, N, C) -> (B, D, C)"""
-        return x[:, : self.layout.kept]
-
-    def unmerge(self, y: torch.Tensor) -> torch.Tensor:
-        """y: (B, D, C) -> (B, N, C)"""
-        return nn.functional.pad(y, (0, 0, 0, self.layout.tokens - self.layout.kept))
-
-    def refresh(self, x: torch.Tensor) -> FreePlan:
-        return self
-
-
-@dataclass(frozen=True)
-class FreeMethod:
+class _MergingForNothing:
     """Another method's layouts, with plans that cost nothing."""
 
-    method: Method
+    def __init__(self, method: Method) -> None:
+        self._method = method
 
-    def layout(self, grids: tuple[Grid, ...], ratio: float, device: torch.device) -> Layout:
-        return self.method.layout(grids, ratio, device)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._method, name)
 
-    def plan(self, x: torch.Tensor, layout: Layout) -> FreePlan:
+    def plan(self, x: torch.Tensor, layout: Layout) -> Plan:
         """x: (B, N, C)"""
-        kept = torch.arange(layout.kept, device=x.device).expand(x.shape[0], -1)
-        return FreePlan(layout, torch.ones_like(kept, dtype=x.dtype), kept)
+        return free_plan(x, layout)
 
 
 def count(target: Any) -> Flops | None:
@@ -89,14 +70,12 @@ def count(target: Any) -> Flops | None:
     def work(replayed: Session | None) -> int:
         if replayed is not None:
             replayed.replay = reading
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            twin(*args, **kwargs)
-        return int(counter.get_total_flops())
+        return count_flops(lambda: twin(*args, **kwargs))
 
     unmerged = work(None)
     trial = session_of(apply(twin, config=session.config))
     assert trial is not None
     merged = work(trial)
     trial.clock.reset()
-    trial.method = FreeMethod(trial.method)
+    trial.method = cast(Method, _MergingForNothing(trial.method))
     return Flops(unmerged, merged, work(trial))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -134,7 +134,9 @@ class Session:
         if self.renew is not None and any(hooked.changed for hooked in self.hooked):
             self.renew()
         reading = self.adapter.read(args, kwargs) if self.replay is None else self.replay
-        self.last = (*(map_tensors(_shape_of, given) for given in (args, kwargs)), reading)
+        # Without the conditioning: plans must go when the pipeline lets go of it.
+        shown = replace(reading, call=replace(reading.call, conditioning=None))
+        self.last = (*(map_tensors(_shape_of, given) for given in (args, kwargs)), shown)
         ratio = self.config.ratio_at(reading.progress)
         current = self.clock.enter(reading.call)
         current.advance(ratio, self.config.select_every, self.config.weights_every)
