@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tomadiff
 from tomadiff import MergeConfig
-from tomadiff.bench.flops import count_flops
 from tomadiff.bench.shapes import sdxl_inputs, sdxl_unet
 from tomadiff.core.selection import facility_location
+from tomadiff.flops import count_flops
 from tomadiff.methods.toma import ToMA
 from tomadiff.patching.apply import session_of
 

@@ -1,14 +1,15 @@
-"""The command line: `tomadiff demo`, `tomadiff flops`."""
+"""The command line: `tomadiff demo`, `tomadiff flops`, `tomadiff bench`."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 try:
     import typer
     from rich.console import Console
-    from rich.progress import track
+    from rich.progress import Progress, track
     from rich.table import Table
 except ImportError:  # pragma: no cover
     sys.exit("the command line needs typer and rich: pip install 'tomadiff[cli]'")
@@ -84,8 +85,8 @@ def flops(
 ) -> None:
     """Count the operations of the real SDXL UNet with and without merging. Needs no weights and no GPU."""
     import tomadiff
-    from tomadiff.bench.flops import count_flops
     from tomadiff.bench.shapes import sdxl_inputs, sdxl_unet
+    from tomadiff.flops import count_flops
 
     _check_size(size)
     unet, inputs = sdxl_unet(), sdxl_inputs(size, size)
@@ -102,6 +103,49 @@ def flops(
             f"{ratio}", f"{merged / 1e12:.2f}", f"{merged / unmerged:.0%}", f"{unmerged / merged:.2f}x"
         )
     Console().print(table)
+
+
+@app.command()
+def bench(
+    target: Annotated[str, typer.Argument(help="What to time, e.g. sdxl-block-64; a wrong name lists them.")],
+    methods: Annotated[str, typer.Option(help="Methods to compare.")] = "none,free,toma,tome,tofu,todo",
+    ratios: Annotated[str, typer.Option(help="Ratios to compare them at.")] = "0.25,0.5,0.75",
+    rounds: Annotated[int, typer.Option(min=1, help="How often each is timed, in turns.")] = 9,
+    json: Annotated[Path | None, typer.Option(help="Write everything measured to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw speed-up against ratio into this picture.")] = None,
+) -> None:
+    """Time methods against each other with the real shapes. Interrupt it, and it prints what it has."""
+    from tomadiff.bench import report, versus
+    from tomadiff.bench.targets import build
+
+    console = Console()
+    try:
+        wanted = build(target)
+        measurements = versus.entries(
+            wanted, tuple(methods.split(",")), tuple(float(ratio) for ratio in ratios.split(","))
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    with Progress(console=console, transient=True) as progress:
+        work = progress.add_task("counting", total=None)
+        try:
+            versus.run(
+                wanted,
+                measurements,
+                rounds,
+                lambda what, done, of: progress.update(work, description=what, completed=done, total=of),
+            )
+        except KeyboardInterrupt:
+            console.print("interrupted; what was measured so far:")
+    measured = report.rows(measurements)
+    if not measured:
+        console.print("nothing was timed")
+        raise typer.Exit(1)
+    console.print(*report.tables(measured))
+    if json is not None:
+        report.save_json(json, measured, wanted.device)
+    if plot is not None:
+        report.save_plot(plot, measured)
 
 
 def _check_size(size: int) -> None:

@@ -7,7 +7,7 @@ from small_dits import CONFIG, EVERYONE, flux_inputs, make_flux, run
 from torch import nn
 
 import tomadiff
-from tomadiff.bench.flops import count_flops
+from tomadiff.flops import count_flops
 from tomadiff.patching import ceiling
 
 

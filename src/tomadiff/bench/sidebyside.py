@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import tomadiff
-from tomadiff.bench.flops import count_flops
+from tomadiff.flops import count_flops
 
 
 @dataclass(frozen=True)

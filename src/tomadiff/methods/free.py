@@ -37,6 +37,13 @@ class FreePlan(NamedTuple):
         return self
 
 
+def free_plan(x: torch.Tensor, layout: Layout) -> FreePlan:
+    """x: (B, N, C) -> a plan that keeps as many tokens as the layout says."""
+    shape = (x.shape[0], layout.kept)
+    positions = torch.arange(layout.kept, device=x.device).expand(shape)
+    return FreePlan(layout, x.new_ones(shape), positions)
+
+
 class Free(Method):
     def __init__(self, config: MergeConfig) -> None:
         check_unmerge(config)
@@ -51,9 +58,7 @@ class Free(Method):
     @torch.no_grad()
     def plan(self, x: torch.Tensor, layout: Layout) -> FreePlan:
         """x: (B, N, C) -> the same plan for every element of the batch, whatever x holds."""
-        shape = (x.shape[0], layout.kept)
-        positions = torch.arange(layout.kept, device=x.device).expand(shape)
-        return FreePlan(layout, x.new_ones(shape), positions)
+        return free_plan(x, layout)
 
 
 class NoMerging(Free):

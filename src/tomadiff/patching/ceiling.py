@@ -1,20 +1,22 @@
 """How much work merging saves, and how much it could save at best: counted, not timed.
 
-The ceiling is the same model with as many tokens merged away by plans that cost nothing, as of the method
-"free". The result is of no use, but its floating point operations are those of the blocks that the
-configuration chooses, on the tokens that it leaves them.
+The ceiling is the same model with the same tokens merged away by a plan that costs nothing: it drops tokens
+to merge and pads with zeros to unmerge. The result is of no use, but its floating point operations are those
+of a merging that is free, in the blocks that the configuration chooses.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from diffusers import ModelMixin
-from torch.utils.flop_counter import FlopCounterMode
 
-from tomadiff.methods.free import Free
+from tomadiff.core.regions import Layout
+from tomadiff.flops import count_flops
+from tomadiff.methods import Method, Plan
+from tomadiff.methods.free import free_plan
 from tomadiff.patching.apply import apply, session_of
 from tomadiff.patching.session import Session
 
@@ -36,6 +38,20 @@ class Flops:
         )
 
 
+class _MergingForNothing:
+    """Another method's layouts, with plans that cost nothing."""
+
+    def __init__(self, method: Method) -> None:
+        self._method = method
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._method, name)
+
+    def plan(self, x: torch.Tensor, layout: Layout) -> Plan:
+        """x: (B, N, C)"""
+        return free_plan(x, layout)
+
+
 def count(target: Any) -> Flops | None:
     """The work of the last call of a model with merging applied; None if it was not called yet, or has no
     configuration to build it again from.
@@ -54,16 +70,12 @@ def count(target: Any) -> Flops | None:
     def work(replayed: Session | None) -> int:
         if replayed is not None:
             replayed.replay = reading
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            twin(*args, **kwargs)
-        return int(counter.get_total_flops())
+        return count_flops(lambda: twin(*args, **kwargs))
 
     unmerged = work(None)
     trial = session_of(apply(twin, config=session.config))
     assert trial is not None
     merged = work(trial)
     trial.clock.reset()
-    # The layouts of the method, with plans that cost nothing.
-    free = type("AtNoCost", (type(trial.method),), {"plan": Free.plan})
-    trial.method = free(session.config)
+    trial.method = cast(Method, _MergingForNothing(trial.method))
     return Flops(unmerged, merged, work(trial))

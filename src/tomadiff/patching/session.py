@@ -134,7 +134,9 @@ class Session:
         if self.renew is not None and any(hooked.changed for hooked in self.hooked):
             self.renew()
         reading = self.adapter.read(args, kwargs) if self.replay is None else self.replay
-        self._remember(args, kwargs, reading)
+        # Without the conditioning: plans must go when the pipeline lets go of it.
+        shown = replace(reading, call=replace(reading.call, conditioning=None))
+        self.last = (*(map_tensors(_shape_of, given) for given in (args, kwargs)), shown)
         ratio = self.config.ratio_at(reading.progress)
         current = self.clock.enter(reading.call)
         current.advance(ratio, self.config.select_every, self.config.weights_every)
@@ -153,13 +155,6 @@ class Session:
         if self.order is None:
             return args, kwargs
         return self.adapter.arrange(args, kwargs, self.order)
-
-    def _remember(self, args: tuple[Any, ...], kwargs: dict[str, Any], reading: Reading) -> None:
-        """Keep what is needed to count the work of this call, but none of its tensors."""
-        shapes = [
-            map_tensors(lambda x: torch.empty_like(x, device="meta"), given) for given in (args, kwargs)
-        ]
-        self.last = (*shapes, replace(reading, call=replace(reading.call, conditioning=None)))
 
     def _enough(self, grids: tuple[Grid, ...]) -> bool:
         tokens = sum(height * width for height, width in grids)
@@ -208,3 +203,7 @@ def check_tokens(x: torch.Tensor, layout: Layout) -> None:
             f"expected {layout.tokens} tokens ({layout.grids}), got {tuple(x.shape)}: this model's tokens "
             "are not where tomadiff looks for them. Please `tomadiff.remove` it and report its configuration"
         )
+
+
+def _shape_of(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, device="meta")

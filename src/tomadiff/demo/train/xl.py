@@ -61,7 +61,7 @@ class XLModel(nn.Module):
         self.scheduler = scheduler()
 
     def compile_parts(self) -> None:
-        """Nothing: compiled convolutions were no faster."""
+        """Nothing is compiled; whether it would pay for this UNet has not been measured."""
 
     def loss(
         self, latents: torch.Tensor, tokens: torch.Tensor, step: int, generator: torch.Generator

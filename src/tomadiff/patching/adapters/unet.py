@@ -37,7 +37,7 @@ class UNetAdapter(Adapter):
 
     def blocks(self) -> list[Block]:
         return [
-            _block(f"{name}.transformer_blocks.{index}", module, self._kind(name))
+            unet_block(f"{name}.transformer_blocks.{index}", module, self._kind(name))
             for name, transformer in self._transformers.items()
             for index, module in enumerate(transformer.transformer_blocks)
             if isinstance(module, BasicTransformerBlock)
@@ -76,12 +76,13 @@ class UNetAdapter(Adapter):
         return f"level {level}"
 
 
-def _block(name: str, block: BasicTransformerBlock, kind: str) -> Block:
+def unet_block(name: str, block: BasicTransformerBlock, kind: str) -> Block:
     # Some upscalers attend to the text twice instead of to the picture.
     part, hook = ("cross", CROSS_ATTENTION) if block.only_cross_attention else ("self", MergeSelfAttention)
     sites = [Site(part, f"{name}.attn1", ((block.attn1, hook),))]
     if block.attn2 is not None:
         sites.append(Site("cross", f"{name}.attn2", ((block.attn2, CROSS_ATTENTION),)))
     sites.append(Site("ff", f"{name}.ff", ((block.ff, MergeAround),)))
-    once = Site("block", name, ((block, MergeOnce), (block.attn1, WeighKeys)))
+    weigh = () if block.only_cross_attention else ((block.attn1, WeighKeys),)
+    once = Site("block", name, ((block, MergeOnce), *weigh))
     return Block(name, block, kind, tuple(sites), once)

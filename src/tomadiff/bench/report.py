@@ -1,0 +1,119 @@
+"""What a benchmark says: as a table, as JSON, as a picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from rich.table import Table
+
+import tomadiff
+from tomadiff.bench.versus import Measurement
+
+
+def rows(measurements: list[Measurement]) -> list[dict[str, Any]]:
+    """One row for each method and ratio that was timed, compared with no merging and with the ceiling."""
+    done = [m for m in measurements if m.rounds]
+    none = next((m for m in done if m.method == "none"), None)
+    free = {m.ratio: m for m in done if m.method == "free"}
+    result = []
+    for m in done:
+        speed_up = None if none is None else m.speed_up(none)
+        ceiling = free[m.ratio].speed_up(none) if none is not None and m.ratio in free else None
+        result.append(
+            {
+                "target": m.target,
+                "method": m.method,
+                "ratio": m.ratio,
+                "seconds": m.seconds,
+                "fresh_seconds": m.fresh,
+                "speed_up": speed_up,
+                "spread": None if none is None else m.spread(none),
+                "share_of_ceiling": None if ceiling is None or speed_up is None else speed_up / ceiling,
+                "overhead": asdict(m.overhead),
+                "flops": m.flops,
+                "peak_memory": m.memory,
+                "rounds": m.rounds,
+                "config": json.loads(m.config.to_json()),
+            }
+        )
+    return result
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What the numbers depend on."""
+    gpu = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if gpu else platform.processor() or platform.machine(),
+        "threads": None if gpu else torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "dtype": str(torch.get_default_dtype()),
+        "attention": "torch scaled_dot_product_attention",
+        "compiled": False,
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "diffusers": diffusers.__version__,
+        "tomadiff": tomadiff.__version__,
+    }
+
+
+def tables(measured: list[dict[str, Any]]) -> list[Table]:
+    """The comparison, and what merging itself costs; each fits a terminal of 80 columns."""
+    compared = Table(title=f"{measured[0]['target']}, {len(measured[0]['rounds'])} rounds in turns")
+    for name in ("method", "ratio", "seconds", "speed-up", "±", "of ceiling", "GFLOP", "peak MB"):
+        compared.add_column(name, justify="right")
+    costs = Table(title="what merging costs in one call, in milliseconds")
+    for name in ("method", "ratio", "new plan", "new weights", "merge", "unmerge"):
+        costs.add_column(name, justify="right")
+    for row in measured:
+        named = (row["method"], f"{row['ratio']:.2f}" if row["ratio"] else "")
+        compared.add_row(
+            *named,
+            f"{row['seconds']:.3f}",
+            _shown(row["speed_up"], "{:.2f}x"),
+            _shown(row["spread"], "{:.2f}"),
+            _shown(row["share_of_ceiling"], "{:.3f}"),
+            f"{row['flops'] / 1e9:,.0f}",
+            f"{row['peak_memory'] / 1e6:,.0f}",
+        )
+        if row["method"] not in ("none", "free"):
+            costs.add_row(*named, *(f"{1000 * seconds:.1f}" for seconds in row["overhead"].values()))
+    return [compared, costs]
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def save_json(path: Path, measured: list[dict[str, Any]], device: torch.device) -> None:
+    path.write_text(json.dumps({"environment": environment(device), "rows": measured}, indent=1) + "\n")
+
+
+def save_plot(path: Path, measured: list[dict[str, Any]]) -> None:
+    """Speed-up against ratio, the ceiling as a line."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RuntimeError("a plot needs matplotlib: pip install 'tomadiff[bench]'") from error
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for method in dict.fromkeys(row["method"] for row in measured if row["method"] != "none"):
+        points = [(row["ratio"], row["speed_up"]) for row in measured if row["method"] == method]
+        style = (
+            {"color": "black", "linestyle": "--", "label": "ceiling (free)"}
+            if method == "free"
+            else {"marker": "o"}
+        )
+        axes.plot(*zip(*points, strict=True), **{"label": method} | style)
+    axes.axhline(1, color="grey", linewidth=0.8)
+    axes.set(xlabel="ratio", ylabel="speed-up over no merging", title=measured[0]["target"])
+    axes.set_xticks(sorted({row["ratio"] for row in measured if row["ratio"]}))
+    axes.legend()
+    figure.savefig(path, dpi=150)

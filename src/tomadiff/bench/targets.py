@@ -1,0 +1,181 @@
+"""What is timed: blocks and whole models of the real shapes, random weights, inputs smooth as latents are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers import FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
+from diffusers.models.attention import BasicTransformerBlock
+from torch import nn
+
+from tomadiff.bench.shapes import SDXL
+from tomadiff.patching.adapters import register
+from tomadiff.patching.adapters.base import Adapter, Block, Passage, Reading, form_of, read_timestep
+from tomadiff.patching.adapters.unet import unet_block
+from tomadiff.patching.clock import Call
+from tomadiff.patching.hooks import Arrange, Restore
+
+
+@dataclass
+class Target:
+    """A model and its arguments; `call(step)` runs one step.
+
+    shared_by: how many blocks of the real model share the plan of this one; 1 for a whole model
+    """
+
+    name: str
+    family: str
+    model: nn.Module
+    arguments: Mapping[str, Any]
+    shared_by: int
+    timestep: Callable[[int], float | torch.Tensor]
+    device: torch.device
+
+    def call(self, step: int) -> Any:
+        return self.model(timestep=self.timestep(step), **self.arguments)
+
+
+class LoneBlock(nn.Module):
+    """One transformer block of a UNet, called like a UNet."""
+
+    def __init__(self, side: int, width: int, heads: int, text_width: int) -> None:
+        super().__init__()
+        self.grid = (side, side)
+        self.block = BasicTransformerBlock(width, heads, width // heads, cross_attention_dim=text_width)
+
+    def forward(
+        self, hidden_states: torch.Tensor, timestep: float, encoder_hidden_states: torch.Tensor
+    ) -> torch.Tensor:
+        result: torch.Tensor = self.block(hidden_states, encoder_hidden_states=encoder_hidden_states)
+        return result
+
+
+@register
+class LoneBlockAdapter(Adapter):
+    models = (LoneBlock,)
+    family = "sdxl"
+
+    def __init__(self, model: LoneBlock) -> None:
+        self._model = model
+
+    def blocks(self) -> list[Block]:
+        return [unet_block("block", self._model.block, "block")]
+
+    def passages(self) -> list[Passage]:
+        return [Passage("block", "block", ((self._model.block, Arrange), (self._model.block, Restore)))]
+
+    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Reading:
+        x, timestep = kwargs["hidden_states"], read_timestep(kwargs["timestep"])
+        call = Call(timestep, form_of(x), kwargs["encoder_hidden_states"])
+        return Reading(call, 1 - timestep / 1000, x.shape[0], {"block": (self._model.grid,)}, x.device)
+
+
+def smooth(batch: int, channels: int, height: int, width: int) -> torch.Tensor:
+    """(B, C, H, W) of random fields whose neighbours are alike."""
+    coarse = torch.randn(batch, channels, -(-height // 8) + 1, -(-width // 8) + 1)
+    field = nn.functional.interpolate(coarse, (height, width), mode="bicubic")
+    return field + 0.1 * torch.randn_like(field)
+
+
+def _tokens(batch: int, side: int, width: int) -> torch.Tensor:
+    return smooth(batch, width, side, side).flatten(2).mT.contiguous()
+
+
+def _randomise(model: nn.Module) -> nn.Module:
+    """Small random weights: the default initialisation of billions of them takes minutes."""
+    for parameter in model.parameters():
+        parameter.data = torch.empty_like(parameter, device="cpu").normal_(std=0.02)
+    return model.eval().requires_grad_(False)
+
+
+def _sdxl_block(name: str, side: int, width: int, shared_by: int) -> Target:
+    model = LoneBlock(side, width, width // 64, 2048).eval().requires_grad_(False)
+    arguments = {"hidden_states": _tokens(2, side, width), "encoder_hidden_states": torch.randn(2, 77, 2048)}
+    return Target(name, "sdxl", model, arguments, shared_by, lambda step: 999 - step, torch.device("cpu"))
+
+
+def _sdxl(name: str) -> Target:
+    with torch.device("meta"):
+        model = UNet2DConditionModel(**SDXL)
+    arguments = {
+        "sample": smooth(1, 4, 128, 128),
+        "encoder_hidden_states": torch.randn(1, 77, 2048),
+        "added_cond_kwargs": {"text_embeds": torch.randn(1, 1280), "time_ids": torch.ones(1, 6)},
+    }
+    return Target(name, "sdxl", _randomise(model), arguments, 1, lambda step: 999 - step, torch.device("cpu"))
+
+
+def _flux(name: str, dual: int, single: int, shared_by: int) -> Target:
+    with torch.device("meta"):
+        model = FluxTransformer2DModel(num_layers=dual, num_single_layers=single, guidance_embeds=True)
+    rows, columns = torch.meshgrid(torch.arange(64.0), torch.arange(64.0), indexing="ij")
+    arguments = {
+        "hidden_states": _tokens(1, 64, 64),
+        "encoder_hidden_states": torch.randn(1, 512, 4096),
+        "pooled_projections": torch.randn(1, 768),
+        "guidance": torch.tensor([3.5]),
+        "img_ids": torch.stack((torch.zeros(64, 64), rows, columns), dim=-1).view(-1, 3),
+        "txt_ids": torch.zeros(512, 3),
+    }
+    return Target(
+        name,
+        "flux",
+        _randomise(model),
+        arguments,
+        shared_by,
+        _as_tensor(lambda step: 0.999 - step / 1000),
+        torch.device("cpu"),
+    )
+
+
+def _sd3(name: str) -> Target:
+    with torch.device("meta"):
+        # The shape of stable-diffusion-3.5-large.
+        model = SD3Transformer2DModel(
+            num_layers=2,
+            num_attention_heads=38,
+            caption_projection_dim=2432,
+            pos_embed_max_size=192,
+            qk_norm="rms_norm",
+        )
+    arguments = {
+        "hidden_states": smooth(1, 16, 128, 128),
+        "encoder_hidden_states": torch.randn(1, 333, 4096),
+        "pooled_projections": torch.randn(1, 2048),
+    }
+    return Target(
+        name,
+        "sd3",
+        _randomise(model),
+        arguments,
+        19,
+        _as_tensor(lambda step: 999 - step),
+        torch.device("cpu"),
+    )
+
+
+def _as_tensor(timestep: Callable[[int], float]) -> Callable[[int], torch.Tensor]:
+    return lambda step: torch.tensor([timestep(step)])
+
+
+# In SDXL 10 blocks see 64 x 64 tokens and 60 see 32 x 32; Flux has 19 dual- and 38 single-stream blocks.
+TARGETS: dict[str, Callable[[str], Target]] = {
+    "sdxl-block-64": lambda name: _sdxl_block(name, 64, 640, 10),
+    "sdxl-block-32": lambda name: _sdxl_block(name, 32, 1280, 60),
+    "sdxl": _sdxl,
+    "flux-dual": lambda name: _flux(name, 1, 0, 19),
+    "flux-single": lambda name: _flux(name, 0, 1, 38),
+    "sd3-block": _sd3,
+}
+
+
+def build(name: str) -> Target:
+    """A target by name, always with the same weights and inputs."""
+    if name not in TARGETS:
+        raise ValueError(f"unknown target {name!r}; there are {', '.join(TARGETS)}")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return TARGETS[name](name)
