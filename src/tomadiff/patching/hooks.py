@@ -285,3 +285,6 @@ def detach(module: nn.Module) -> None:
         registry.remove_hook(name, recurse=False)
         for ref, forward in zip(outer, replaced, strict=False):
             ref.original_forward, ref.forward = ref.forward, forward
+    # What the last removal leaves as an attribute would hide a class's forward that someone patches later.
+    if not registry.hooks and getattr(vars(module).get("forward"), "__func__", None) is type(module).forward:
+        del module.forward
