@@ -108,6 +108,7 @@ def test_the_command_writes_json_and_a_picture(tmp_path):
     ("arguments", "message"),
     [
         (["nowhere"], "sdxl-block-64"),
+        (["unet-block-8"], "unet-block-SIDE-WIDTH"),
         (["small", "--methods", "magic"], "unknown"),
         (["small", "--ratios", "1.5"], "ratio"),
         (["small", "--ratios", "half"], "half"),

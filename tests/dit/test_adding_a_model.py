@@ -66,8 +66,8 @@ def test_it_compiles_to_one_graph(page):
 
 def test_a_wrong_grid_is_an_error_in_words(page):
     class Wrong(page["ToyAdapter"]):
-        def read(self, args, kwargs):
-            reading = super().read(args, kwargs)
+        def read(self, given):
+            reading = super().read(given)
             reading.grids["all"] = ((3, 3),)
             return reading
 

@@ -354,6 +354,8 @@ def test_a_call_that_raises_leaves_the_model_usable(unet, text):
     good = run(unet, text)
     with pytest.raises(RuntimeError):
         unet(torch.randn(2, 4, 16, 16), 900, torch.randn(2, 7, 99))
+    with pytest.raises(TypeError, match="sample"):
+        unet()
     assert not session_of(unet).scratch
     assert torch.equal(run(unet, text), good)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from tomadiff.patching.adapters import register
 from tomadiff.patching.adapters.base import Adapter, Block, Passage, Reading, form_of, read_timestep
 from tomadiff.patching.adapters.unet import unet_block
 from tomadiff.patching.clock import Call
-from tomadiff.patching.hooks import Arrange, Restore
+from tomadiff.patching.order import Arrange, Restore
 
 
 @dataclass
@@ -67,9 +68,9 @@ class LoneBlockAdapter(Adapter):
     def passages(self) -> list[Passage]:
         return [Passage("block", "block", ((self._model.block, Arrange), (self._model.block, Restore)))]
 
-    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Reading:
-        x, timestep = kwargs["hidden_states"], read_timestep(kwargs["timestep"])
-        call = Call(timestep, form_of(x), kwargs["encoder_hidden_states"])
+    def read(self, given: Mapping[str, Any]) -> Reading:
+        x, timestep = given["hidden_states"], read_timestep(given["timestep"])
+        call = Call(timestep, form_of(x), given["encoder_hidden_states"])
         return Reading(call, 1 - timestep / 1000, x.shape[0], {"block": (self._model.grid,)}, x.device)
 
 
@@ -92,7 +93,7 @@ def _randomise(model: nn.Module) -> nn.Module:
 
 
 def _sdxl_block(name: str, side: int, width: int, shared_by: int) -> Target:
-    model = LoneBlock(side, width, width // 64, 2048).eval().requires_grad_(False)
+    model = LoneBlock(side, width, max(1, width // 64), 2048).eval().requires_grad_(False)
     arguments = {"hidden_states": _tokens(2, side, width), "encoder_hidden_states": torch.randn(2, 77, 2048)}
     return Target(name, "sdxl", model, arguments, shared_by, lambda step: 999 - step, torch.device("cpu"))
 
@@ -173,9 +174,17 @@ TARGETS: dict[str, Callable[[str], Target]] = {
 
 
 def build(name: str) -> Target:
-    """A target by name, always with the same weights and inputs."""
-    if name not in TARGETS:
-        raise ValueError(f"unknown target {name!r}; there are {', '.join(TARGETS)}")
+    """A target by name, always with the same weights and inputs.
+
+    `unet-block-8-1280` and the like are blocks of other sizes: 8 x 8 tokens of width 1280.
+    """
+    other = re.fullmatch(r"unet-block-(\d+)-(\d+)", name)
+    if name not in TARGETS and other is None:
+        known = ", ".join((*TARGETS, "unet-block-SIDE-WIDTH"))
+        raise ValueError(f"unknown target {name!r}; there are {known}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return TARGETS[name](name)
+        if other is None:
+            return TARGETS[name](name)
+        # As many blocks share a plan in a UNet of Stable Diffusion 1, at every level but the last.
+        return _sdxl_block(name, int(other[1]), int(other[2]), 5)

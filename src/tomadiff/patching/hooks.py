@@ -15,9 +15,18 @@ from diffusers.hooks import HookRegistry, ModelHook
 from diffusers.models.attention_processor import Attention
 from torch import nn
 
-from tomadiff.patching.session import Session, check_tokens
+from tomadiff.patching.session import Session
 
 PREFIX = "tomadiff_"
+
+
+class GroupHook(ModelHook):
+    """A hook that uses the plan of one group of sites."""
+
+    def __init__(self, session: Session, group: str) -> None:
+        super().__init__()
+        self.session = session
+        self.group = group
 
 
 class PlanAtEntry(ModelHook):
@@ -37,7 +46,7 @@ class PlanAtEntry(ModelHook):
         return args, kwargs
 
 
-class MergeAround(ModelHook):
+class MergeAround(GroupHook):
     """Merge the hidden states before a module and unmerge its output.
 
     bound_to_order: names of arguments that belong to the tokens one by one (masks). A call that has one runs
@@ -45,9 +54,7 @@ class MergeAround(ModelHook):
     """
 
     def __init__(self, session: Session, group: str, bound_to_order: tuple[str, ...] = ()) -> None:
-        super().__init__()
-        self.session = session
-        self.group = group
+        super().__init__(session, group)
         self.bound_to_order = bound_to_order
         self._did = "nothing"
 
@@ -96,13 +103,8 @@ class MergeSelfAttention(MergeAround):
         return {**kwargs, "attention_mask": key_bias(sizes)}
 
 
-class WeighKeys(ModelHook):
+class WeighKeys(GroupHook):
     """Proportional attention alone, inside a block whose tokens are merged once."""
-
-    def __init__(self, session: Session, group: str) -> None:
-        super().__init__()
-        self.session = session
-        self.group = group
 
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
@@ -113,14 +115,9 @@ class WeighKeys(ModelHook):
         return args, kwargs
 
 
-class MergeOnce(ModelHook):
+class MergeOnce(GroupHook):
     """Merge at a block's entry; at its exit unmerge the block's update, so that the residual stream stays
     sharp."""
-
-    def __init__(self, session: Session, group: str) -> None:
-        super().__init__()
-        self.session = session
-        self.group = group
 
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
@@ -139,68 +136,6 @@ class MergeOnce(ModelHook):
         x, merged = self.session.scratch.pop("block")
         result: torch.Tensor = x + self.session.clock.current.plans[self.group].unmerge(output - merged)
         return result
-
-
-class Arrange(ModelHook):
-    """Put tokens into layout order at the entry of a run of blocks, so that every region is a view."""
-
-    def __init__(self, session: Session, kind: str) -> None:
-        super().__init__()
-        self.session = session
-        self.kind = kind
-
-    def pre_forward(
-        self, module: nn.Module, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        x, args, kwargs = take_hidden_states(args, kwargs)
-        layout = self.session.clock.current.arrangement.get(self.kind)
-        if layout is not None:
-            check_tokens(x, layout)
-            x = layout.arrange(x)
-        return (x, *args), kwargs
-
-
-class ArrangeAfter(ModelHook):
-    """Put the tokens that a module makes into the order of the whole model."""
-
-    def __init__(self, session: Session, kind: str) -> None:
-        super().__init__()
-        self.session = session
-
-    def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
-        layout = self.session.order
-        if layout is None:
-            return output
-        check_tokens(output, layout)
-        return layout.arrange(output)
-
-
-class RestoreBefore(ModelHook):
-    """Put the tokens of the whole model back into their original order before a module."""
-
-    def __init__(self, session: Session, kind: str) -> None:
-        super().__init__()
-        self.session = session
-
-    def pre_forward(
-        self, module: nn.Module, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        x, args, kwargs = take_hidden_states(args, kwargs)
-        layout = self.session.order
-        return (x if layout is None else layout.restore(x), *args), kwargs
-
-
-class Restore(ModelHook):
-    """Put tokens back into their original order at the exit of a run of blocks."""
-
-    def __init__(self, session: Session, kind: str) -> None:
-        super().__init__()
-        self.session = session
-        self.kind = kind
-
-    def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
-        layout = self.session.clock.current.arrangement.get(self.kind)
-        return output if layout is None else layout.restore(output)
 
 
 def key_bias(sizes: torch.Tensor) -> torch.Tensor:

@@ -7,14 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from diffusers.hooks import ModelHook
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import nn
 
 from tomadiff.core.regions import Layout
 from tomadiff.methods import Plan
 from tomadiff.patching.heads import EXTRA, Tokens, narrow
-from tomadiff.patching.hooks import MergeOnce, check_not_fused, is_cached, take_hidden_states
+from tomadiff.patching.hooks import GroupHook, MergeOnce, check_not_fused, is_cached, take_hidden_states
 from tomadiff.patching.session import Session
 
 # The backends that add a float mask to the logits. The others refuse a mask or fall off their fast path.
@@ -26,7 +25,7 @@ MASK_BACKENDS = (
 )
 
 
-class JointAttention(ModelHook):
+class JointAttention(GroupHook):
     """An attention over text tokens and merged image tokens: merged tokens have the rotary positions of
     their destinations, and their keys the log of their cluster sizes. With a method that merges for keys and
     values only, queries stay as they are.
@@ -36,9 +35,7 @@ class JointAttention(ModelHook):
     """
 
     def __init__(self, session: Session, group: str, merge: bool, masked: bool) -> None:
-        super().__init__()
-        self.session = session
-        self.group = group
+        super().__init__(session, group)
         self.merge = merge
         self.masked = masked
         self._text = -1  # how many text tokens stand before the image tokens; -1: nothing is merged
@@ -132,13 +129,8 @@ class JointAttention(ModelHook):
         return (tables[0][None, :text], tables[1][None, :text]), (cos, sin)
 
 
-class MergeImagePart(ModelHook):
+class MergeImagePart(GroupHook):
     """After the norm of a single-stream block, which sees text and image tokens in a row."""
-
-    def __init__(self, session: Session, group: str) -> None:
-        super().__init__()
-        self.session = session
-        self.group = group
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         x, *others = output
@@ -149,13 +141,8 @@ class MergeImagePart(ModelHook):
         return (merge_image(x, plan, current.layouts[self.group]), *others)
 
 
-class UnmergeImagePart(ModelHook):
+class UnmergeImagePart(GroupHook):
     """After the last projection of a single-stream block."""
-
-    def __init__(self, session: Session, group: str) -> None:
-        super().__init__()
-        self.session = session
-        self.group = group
 
     def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
         plan = self.session.clock.current.plans.get(self.group)
@@ -164,7 +151,7 @@ class UnmergeImagePart(ModelHook):
         return unmerge_image(output, plan, output.shape[1] - plan.sizes.shape[1])
 
 
-class MergeCached(ModelHook):
+class MergeCached(GroupHook):
     """Around a cache on an attention that lies between merge and unmerge.
 
     What a cache keeps from step to step must not depend on the step's plan. So the attention's result is
@@ -172,11 +159,6 @@ class MergeCached(ModelHook):
     """
 
     outermost = True
-
-    def __init__(self, session: Session, group: str) -> None:
-        super().__init__()
-        self.session = session
-        self.group = group
 
     def initialize_hook(self, module: nn.Module) -> nn.Module:
         self._cached = is_cached(module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -133,7 +134,8 @@ class Session:
         self.order = None
         if self.renew is not None and any(hooked.changed for hooked in self.hooked):
             self.renew()
-        reading = self.adapter.read(args, kwargs) if self.replay is None else self.replay
+        given = arguments_by_name(model, args, kwargs)
+        reading = self.adapter.read(given) if self.replay is None else self.replay
         # Without the conditioning: plans must go when the pipeline lets go of it.
         shown = replace(reading, call=replace(reading.call, conditioning=None))
         self.last = (*(map_tensors(_shape_of, given) for given in (args, kwargs)), shown)
@@ -154,7 +156,7 @@ class Session:
         self.order = self._whole_order(reading)
         if self.order is None:
             return args, kwargs
-        return self.adapter.arrange(args, kwargs, self.order)
+        return (), self.adapter.arrange(given, self.order)
 
     def _enough(self, grids: tuple[Grid, ...]) -> bool:
         tokens = sum(height * width for height, width in grids)
@@ -194,6 +196,15 @@ class Session:
         raise TypeError(
             "a model with merging applied cannot be copied: `tomadiff.remove` it, copy, apply to both"
         )
+
+
+def arguments_by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of a model, however they were given; TypeError if one is missing."""
+    bound = inspect.signature(type(model).forward).bind(model, *args, **kwargs)
+    _, *named = bound.arguments.items()  # the first is the model
+    given = dict(named)
+    extra: dict[str, Any] = given.pop("kwargs", {})
+    return given | extra
 
 
 def check_tokens(x: torch.Tensor, layout: Layout) -> None:

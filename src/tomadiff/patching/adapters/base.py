@@ -96,22 +96,20 @@ class Adapter(ABC):
         """Every block with image tokens, in the order in which they run."""
 
     @abstractmethod
-    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Reading:
-        """What a call of the model with these arguments shows."""
+    def read(self, given: Mapping[str, Any]) -> Reading:
+        """What a call of the model shows that was given these arguments, by name."""
 
     def passages(self) -> list[Passage]:
         """Where tokens are put in layout order and back, inside the model."""
         return []
 
-    def arrange(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arrange(self, given: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
         """The arguments of a call with everything that belongs to the tokens one by one in layout order.
 
         It is the same order at every step of a generation, merging or not, because diffusers' caches keep
         hidden states from step to step.
         """
-        return args, kwargs
+        return dict(given)
 
     def restore(self, output: Any, layout: Layout) -> Any:
         """The output of a call with its tokens back in their original order."""

@@ -27,7 +27,7 @@ from tomadiff.patching.adapters.base import (
 )
 from tomadiff.patching.clock import Call
 from tomadiff.patching.heads import head_hooks
-from tomadiff.patching.hooks import ArrangeAfter, MergeAround
+from tomadiff.patching.hooks import MergeAround
 from tomadiff.patching.joint import (
     JointAttention,
     MergeCached,
@@ -35,35 +35,8 @@ from tomadiff.patching.joint import (
     MergeJointOnce,
     UnmergeImagePart,
 )
+from tomadiff.patching.order import ArrangeAfter
 
-TRANSFORMER_ARGUMENTS = (
-    "hidden_states",
-    "encoder_hidden_states",
-    "pooled_projections",
-    "timestep",
-    "img_ids",
-    "txt_ids",
-    "guidance",
-    "joint_attention_kwargs",
-    "controlnet_block_samples",
-    "controlnet_single_block_samples",
-    "return_dict",
-    "controlnet_blocks_repeat",
-)
-CONTROLNET_ARGUMENTS = (
-    "hidden_states",
-    "controlnet_cond",
-    "controlnet_mode",
-    "conditioning_scale",
-    "encoder_hidden_states",
-    "pooled_projections",
-    "timestep",
-    "img_ids",
-    "txt_ids",
-    "guidance",
-    "joint_attention_kwargs",
-    "return_dict",
-)
 # What comes with one row per image token, besides the rotary ids.
 PER_TOKEN = ("hidden_states", "controlnet_block_samples", "controlnet_single_block_samples")
 
@@ -79,7 +52,6 @@ class FluxAdapter(Adapter):
     def __init__(self, model: FluxTransformer2DModel | FluxControlNetModel) -> None:
         self._model = model
         self._controlnet = isinstance(model, FluxControlNetModel)
-        self._names = CONTROLNET_ARGUMENTS if self._controlnet else TRANSFORMER_ARGUMENTS
 
     def blocks(self) -> list[Block]:
         model = self._model
@@ -95,8 +67,7 @@ class FluxAdapter(Adapter):
         entry = ((self._model.controlnet_x_embedder, ArrangeAfter),) if self._controlnet else ()
         return [Passage("", "dual", entry)]
 
-    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Reading:
-        given = dict(zip(self._names, args, strict=False)) | dict(kwargs)
+    def read(self, given: Mapping[str, Any]) -> Reading:
         x, timestep = given["hidden_states"], read_timestep(given["timestep"])
         masked = (given.get("joint_attention_kwargs") or {}).get("attention_mask") is not None
         grids = grids_of(given["img_ids"])
@@ -109,17 +80,15 @@ class FluxAdapter(Adapter):
             device=x.device,
         )
 
-    def arrange(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = dict(zip(self._names, args, strict=False)) | kwargs
+    def arrange(self, given: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+        given = dict(given)
         for name in PER_TOKEN:
             if name in given:
                 given[name] = map_tensors(layout.arrange, given[name])
         ids = given["img_ids"]
         if layout.order is not None:
             given["img_ids"] = ids.index_select(-2, layout.order.to(ids.device))
-        return (), given
+        return given
 
     def restore(self, output: Any, layout: Layout) -> Any:
         return map_tensors(layout.restore, output)

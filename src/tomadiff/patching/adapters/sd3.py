@@ -25,29 +25,9 @@ from tomadiff.patching.adapters.base import (
 )
 from tomadiff.patching.clock import Call
 from tomadiff.patching.heads import head_hooks
-from tomadiff.patching.hooks import ArrangeAfter, MergeAround, RestoreBefore
+from tomadiff.patching.hooks import MergeAround
 from tomadiff.patching.joint import JointAttention, MergeCached, MergeJointOnce
-
-TRANSFORMER_ARGUMENTS = (
-    "hidden_states",
-    "encoder_hidden_states",
-    "pooled_projections",
-    "timestep",
-    "block_controlnet_hidden_states",
-    "joint_attention_kwargs",
-    "return_dict",
-    "skip_layers",
-)
-CONTROLNET_ARGUMENTS = (
-    "hidden_states",
-    "controlnet_cond",
-    "conditioning_scale",
-    "encoder_hidden_states",
-    "pooled_projections",
-    "timestep",
-    "joint_attention_kwargs",
-    "return_dict",
-)
+from tomadiff.patching.order import ArrangeAfter, RestoreBefore
 
 # The processors of these blocks take a mask and drop it, so keys get their sizes in extra head dimensions.
 MERGED_HERE = partial(JointAttention, merge=True, masked=False)
@@ -64,7 +44,6 @@ class SD3Adapter(Adapter):
     def __init__(self, model: SD3Transformer2DModel | SD3ControlNetModel) -> None:
         self._model = model
         self._controlnet = isinstance(model, SD3ControlNetModel)
-        self._names = CONTROLNET_ARGUMENTS if self._controlnet else TRANSFORMER_ARGUMENTS
 
     def blocks(self) -> list[Block]:
         return [
@@ -80,8 +59,7 @@ class SD3Adapter(Adapter):
             return [Passage("", "joint", tuple((module, ArrangeAfter) for module in entries))]
         return [Passage("", "joint", ((model.pos_embed, ArrangeAfter), (model.norm_out, RestoreBefore)))]
 
-    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Reading:
-        given = dict(zip(self._names, args, strict=False)) | dict(kwargs)
+    def read(self, given: Mapping[str, Any]) -> Reading:
         x, timestep = given["hidden_states"], read_timestep(given["timestep"])
         patch = self._model.config.patch_size
         return Reading(
@@ -92,14 +70,9 @@ class SD3Adapter(Adapter):
             device=x.device,
         )
 
-    def arrange(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = dict(zip(self._names, args, strict=False)) | kwargs
-        residuals = given.get("block_controlnet_hidden_states")
-        if residuals is not None:
-            given["block_controlnet_hidden_states"] = map_tensors(layout.arrange, residuals)
-        return (), given
+    def arrange(self, given: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+        name = "block_controlnet_hidden_states"
+        return {**given, name: map_tensors(layout.arrange, given[name])} if name in given else dict(given)
 
     def restore(self, output: Any, layout: Layout) -> Any:
         return map_tensors(layout.restore, output) if self._controlnet else output

@@ -14,7 +14,8 @@ from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from tomadiff.core.regions import Grid
 from tomadiff.patching.adapters.base import Adapter, Block, Passage, Reading, Site, form_of, read_timestep
 from tomadiff.patching.clock import Call
-from tomadiff.patching.hooks import Arrange, MergeAround, MergeOnce, MergeSelfAttention, Restore, WeighKeys
+from tomadiff.patching.hooks import MergeAround, MergeOnce, MergeSelfAttention, WeighKeys
+from tomadiff.patching.order import Arrange, Restore
 
 # `ip_adapter_masks` are resized to the tokens of the picture, row by row.
 CROSS_ATTENTION = partial(MergeAround, bound_to_order=("ip_adapter_masks",))
@@ -50,8 +51,7 @@ class UNetAdapter(Adapter):
             if (blocks := transformer.transformer_blocks)
         ]
 
-    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Reading:
-        given = dict(zip(("sample", "timestep", "encoder_hidden_states"), args, strict=False)) | dict(kwargs)
+    def read(self, given: Mapping[str, Any]) -> Reading:
         sample, timestep = given["sample"], read_timestep(given["timestep"])
         grids: dict[str, tuple[Grid, ...]] = {}
         height, width = sample.shape[-2:]
