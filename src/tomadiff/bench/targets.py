@@ -86,10 +86,11 @@ def _tokens(batch: int, side: int, width: int) -> torch.Tensor:
 
 
 def _randomise(model: nn.Module) -> nn.Module:
-    """Small random weights: the default initialisation of billions of them takes minutes."""
-    for parameter in model.parameters():
-        parameter.data = torch.empty_like(parameter, device="cpu").normal_(std=0.02)
-    return model.eval().requires_grad_(False)
+    """Small random values for a model on the meta device; the usual ones take minutes for a large one."""
+    model = model.to_empty(device="cpu").eval().requires_grad_(False)
+    for values in (*model.parameters(), *model.buffers()):
+        values.normal_(std=0.02)
+    return model
 
 
 def _sdxl_block(name: str, side: int, width: int, shared_by: int) -> Target:
