@@ -21,8 +21,8 @@ app = typer.Typer(
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Denoising steps of each picture.")] = 10,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each ratio is timed.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Denoising steps of each picture.")] = 6,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each ratio is timed.")] = 3,
     size: Annotated[int, typer.Option(min=64, help="Height and width of the picture in pixels.")] = 512,
 ) -> None:
     """Run a small SDXL pipeline with random weights, with and without merging, side by side."""
