@@ -1,8 +1,8 @@
 """ToFu (Token Fusion): ToMe's matching; early blocks drop what would merge, later ones merge and keep norms.
 
-The paper prunes where a block answers far from linearly to a mixture of its inputs, which it finds in the
-early layers, and merges in the others. A method does not know a model, so the rule here is depth alone: the
-first `prune` of all blocks, in the order in which they run, prune.
+The paper prunes where a block answers far from linearly to a mixture of its inputs, and merges in the others.
+A method does not know a model, so the rule here is depth alone: the first `prune` of all blocks, in the order
+in which they run, prune. That, and the largest norm of a cluster as the one to keep, are our reading.
 """
 
 from __future__ import annotations
