@@ -22,9 +22,10 @@ class MergeConfig:
     """How tokens are merged. `ratio` is all most people need; everything else has a default that works.
 
     What people change:
-        ratio: share of the tokens that is merged away, 0 <= ratio < 1. 0 is the original model; the
-            higher, the faster and the further from its picture. May change over the steps: `((0.0, 0.25), (0.5, 0.75))`
-            is 0.25 from the start and 0.75 from half-way on (positions as in `start`).
+        ratio: share of the tokens that is merged away, 0 <= ratio < 1. 0 is the original model; the higher,
+            the faster and the further from its picture. May change over the steps:
+            `((0.0, 0.25), (0.5, 0.75))` is 0.25 from the start and 0.75 from half-way on (positions as in
+            `start`).
         start, end: merge only in this part of the denoising, 0 is pure noise and 1 the finished picture,
             measured on the model's own time axis (timestep / 1000).
         overrides: ratio of single blocks or modules by name, e.g. `{"mid_block.*": 0.0, "*.attn2": 0.25}`.
