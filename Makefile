@@ -10,7 +10,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-demo: $(VENV)/.installed  ## the main job: one pipeline with and without merging
+demo: $(VENV)/.installed  ## the main job: one picture with and without merging
 	$(BIN)/tomadiff demo
 
 test: $(VENV)/.installed  ## all fast tests, with coverage

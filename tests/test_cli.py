@@ -1,19 +1,43 @@
+from pathlib import Path
+
+import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from tomadiff.cli import app
 
 
-def test_demo_prints_tokens_flops_and_time_side_by_side():
-    result = CliRunner().invoke(app, ["demo", "--steps", "1", "--rounds", "1", "--size", "128"])
+def test_demo_prints_a_table_and_draws_a_sheet(tmp_path: Path):
+    out = tmp_path / "new" / "sheet.png"
+    result = CliRunner().invoke(
+        app, ["demo", "--model", "emoji-flux", "--steps", "1", "--rounds", "1", "--out", str(out)]
+    )
     assert result.exit_code == 0, result.output
-    for word in ("ratio", "tokens", "GFLOP", "seconds", "0.00", "0.25", "0.50", "0.75", "down_blocks.1"):
+    for word in ("emoji-flux", "unmerged", "0.25", "0.50", "0.75", "seconds", "PSNR", "SSIM", "loaded in"):
         assert word in result.output
+    with Image.open(out) as sheet:
+        assert sheet.width > 4 * 256
 
 
-def test_demo_refuses_impossible_sizes():
-    result = CliRunner().invoke(app, ["demo", "--size", "130"])
+def test_demo_lists_what_the_models_can_draw():
+    result = CliRunner().invoke(app, ["demo", "--list"])
+    assert result.exit_code == 0
+    assert "tiger face" in result.output
+    assert "purple" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "emoji-dit"], "emoji-flux"),
+        (["--prompt", "a motorcycle on a blue background"], "motorcycle"),
+        (["--out", "sheet"], ".png"),
+    ],
+)
+def test_demo_refuses_what_it_cannot_do(arguments: list[str], message: str):
+    result = CliRunner().invoke(app, ["demo", *arguments])
     assert result.exit_code == 2
-    assert "multiples of 8" in result.output
+    assert message in result.output
 
 
 def test_flops_counts_the_real_sdxl_unet():

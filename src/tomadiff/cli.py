@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 try:
     import typer
@@ -21,62 +22,94 @@ app = typer.Typer(
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Denoising steps of each picture.")] = 6,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each ratio is timed.")] = 3,
-    size: Annotated[int, typer.Option(min=64, help="Height and width of the picture in pixels.")] = 512,
+    prompt: Annotated[
+        str, typer.Option(help="A subject and a background; `tomadiff demo --list` shows all.")
+    ] = "tiger face on a blue background",
+    model: Annotated[list[str] | None, typer.Option(help="Only this model. May be given twice.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Denoising steps of each picture.")] = 25,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each ratio is timed, in turns.")] = 2,
+    seed: Annotated[int, typer.Option(help="Of the noise the pictures start from.")] = 0,
+    out: Annotated[Path, typer.Option(help="Where the contact sheet goes.")] = Path("demo-output/sheet.png"),
+    show_list: Annotated[
+        bool, typer.Option("--list", help="List what the models can draw, and stop.")
+    ] = False,
 ) -> None:
-    """Run a small SDXL pipeline with random weights, with and without merging, side by side."""
+    """Draw one prompt with the embedded models, with and without merging, side by side."""
+    from tomadiff.demo import captions, models
+
+    console = Console()
+    if show_list:
+        console.print(", ".join(captions.subjects().values()))
+        console.print(
+            "on a ... background:", ", ".join(captions.COLOURS), "; red to blue gradient; red and blue"
+        )
+        return
+    names = model or list(models.available())
+    unknown = [name for name in names if name not in models.available()]
+    if unknown or not names:
+        raise typer.BadParameter(
+            f"no weights for {', '.join(unknown) or 'any model'}; there are {', '.join(models.available())}",
+            param_hint="--model",
+        )
+    strange = captions.unknown_words(prompt)
+    if strange:
+        raise typer.BadParameter(
+            f"the models do not know {', '.join(strange)}; `tomadiff demo --list` shows what they can draw",
+            param_hint="--prompt",
+        )
+    if out.is_dir() or out.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
+        raise typer.BadParameter(f"{out} is not the name of a picture; end it in .png", param_hint="--out")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    _draw_side_by_side(console, prompt, names, steps, rounds, seed, out)
+
+
+def _draw_side_by_side(
+    console: Console, prompt: str, names: list[str], steps: int, rounds: int, seed: int, out: Path
+) -> None:
     import torch
 
-    import tomadiff
-    from tomadiff.bench.shapes import small_sdxl_pipeline, small_sdxl_prompt
-    from tomadiff.bench.sidebyside import compare
+    from tomadiff.demo import models, sheets
+    from tomadiff.evals import sidebyside
 
-    if size % 8:
-        raise typer.BadParameter(
-            f"pictures have sizes that are multiples of 8; got {size}", param_hint="--size"
-        )
-    console = Console()
-    pipe, prompt = small_sdxl_pipeline(), small_sdxl_prompt()
+    table = Table(title=f'"{prompt}", 256 x 256, {steps} steps')
+    for column in ("model", "ratio", "seconds", "speed-up", "FLOPs saved", "PSNR", "SSIM"):
+        table.add_column(column, justify="right")
+    pictures, labels = [], []
+    for name in names:
+        start = time.perf_counter()
+        pipe = models.load(name)
+        console.print(f"{name}: loaded in {time.perf_counter() - start:.1f} s")
+        options = models.CALL[name] | {"num_inference_steps": steps}
 
-    def generate() -> None:
-        random = torch.Generator().manual_seed(0)
-        pipe(
-            **prompt,
-            height=size,
-            width=size,
-            num_inference_steps=steps,
-            generator=random,
-            output_type="latent",
-        )
+        def generate(pipe: Any = pipe, options: dict[str, Any] = options) -> torch.Tensor:
+            return next(models.draw(pipe, [prompt], [seed], **options))
 
-    rows = compare(
-        pipe,
-        generate,
-        rounds=rounds,
-        progress=lambda turns: iter(
-            track(turns, "timing in turns", total=rounds, console=console, transient=True)
-        ),
-    )
-    table = Table(title=f"A small SDXL pipeline (random weights), {size} x {size}, {steps} steps")
-    for name in ("ratio", "tokens", "GFLOP", "FLOPs saved", "seconds", "speed-up"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(
-            f"{row.ratio:.2f}",
-            f"{row.tokens:,}",
-            f"{row.flops / 1e9:,.0f}",
-            f"{row.flops_saved:.0%}",
-            f"{row.seconds:.2f}",
-            f"{row.speed_up:.2f}x",
+        rows = sidebyside.compare(
+            pipe,
+            generate,
+            rounds=rounds,
+            progress=lambda turns, of, name=name: iter(  # type: ignore[misc]
+                track(turns, name, total=of, console=console, transient=True)
+            ),
         )
+        table.add_section()
+        for row in rows:
+            distance = (f"{row.psnr:.1f} dB", f"{row.ssim:.3f}") if row.ratio else ("", "")
+            table.add_row(
+                name,
+                f"{row.ratio:.2f}" if row.ratio else "unmerged",
+                f"{row.seconds:.2f}",
+                f"{row.speed_up:.2f}x",
+                f"{row.flops_saved:.0%}",
+                *distance,
+            )
+            pictures.append(row.picture)
+            merged = f"ToMA {row.ratio:g}: {row.seconds:.1f} s, {row.psnr:.1f} dB"
+            labels.append(f"{name}\n" + (merged if row.ratio else f"unmerged: {row.seconds:.1f} s"))
+    sheets.sheet(torch.cat(pictures), labels, len(pictures) // len(names), prompt).save(out)
     console.print(table)
-    console.print(
-        "Tokens: summed over the blocks. Seconds: median of the rounds. What merged where, at the last ratio:"
-    )
-    with tomadiff.merged(pipe, rows[-1].ratio):
-        generate()
-        tomadiff.summary(pipe)
+    console.print("Seconds: median of the rounds. PSNR and SSIM: against the unmerged picture.")
+    console.print(f"Pictures: {out}")
 
 
 @app.command()
@@ -107,28 +140,49 @@ def flops(
 
 @app.command()
 def bench(
-    target: Annotated[str, typer.Argument(help="What to time, e.g. sdxl-block-64; a wrong name lists them.")],
+    target: Annotated[
+        str, typer.Argument(help="What to time, e.g. sdxl-block-64 or a folder; a wrong name lists them.")
+    ],
     methods: Annotated[str, typer.Option(help="Methods to compare.")] = "none,free,toma,tome,tofu,todo",
     ratios: Annotated[str, typer.Option(help="Ratios to compare them at.")] = "0.25,0.5,0.75",
     rounds: Annotated[int, typer.Option(min=1, help="How often each is timed, in turns.")] = 9,
+    steps: Annotated[int, typer.Option(min=1, help="Of a whole picture; pipelines only.")] = 25,
+    size: Annotated[
+        int | None, typer.Option(min=64, help="Of the picture in pixels; pipelines only.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cuda when there is one, else cpu.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    compiled: Annotated[bool, typer.Option("--compile", help="Time compiled models.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write everything measured to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw speed-up against ratio into this picture.")] = None,
 ) -> None:
     """Time methods against each other with the real shapes. Interrupt it, and it prints what it has."""
+    import torch
+
     from tomadiff.bench import report, versus
-    from tomadiff.bench.targets import build
+    from tomadiff.bench.targets import Target, build
 
     console = Console()
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise typer.BadParameter(f"unknown dtype {dtype!r}", param_hint="--dtype")
+
+    def make() -> Target:
+        return build(target, steps, size).to(place, getattr(torch, dtype))
+
     try:
-        wanted = build(target)
+        wanted = make()
         measurements = versus.entries(
             wanted, tuple(methods.split(",")), tuple(float(ratio) for ratio in ratios.split(","))
         )
-    except ValueError as error:
+    except (ValueError, TypeError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     with Progress(console=console, transient=True) as progress:
         work = progress.add_task("counting", total=None)
         try:
+            if compiled:
+                progress.update(work, description="compiling")
+                versus.compile_each(measurements, make)
             versus.run(
                 wanted,
                 measurements,
@@ -143,7 +197,7 @@ def bench(
         raise typer.Exit(1)
     console.print(*report.tables(measured))
     if json is not None:
-        report.save_json(json, measured, wanted.device)
+        report.save_json(json, measured, wanted, compiled)
     if plot is not None:
         report.save_plot(plot, measured)
 

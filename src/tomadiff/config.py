@@ -30,7 +30,7 @@ class MergeConfig:
             measured on the model's own time axis (timestep / 1000).
         overrides: ratio of single blocks or modules by name, e.g. `{"mid_block.*": 0.0, "*.attn2": 0.25}`.
             Shell patterns on the names that `summary` shows; the last match wins; 0 leaves the module alone.
-        skip_first: leave this many first blocks of each kind alone.
+        skip_first: leave this many first blocks of each kind alone; below 1, this share of them, rounded up.
         modules: which parts of a block merge: "self" (attention among image tokens), "cross" (attention to
             the text), "ff" (feed-forward).
 
@@ -43,8 +43,9 @@ class MergeConfig:
         merge_region, merge_size: where tokens are averaged; not smaller than the selection's regions.
         tau: temperature of the weights. Small is a hard assignment.
         normalise: softmax over the "destinations" or over the "tokens".
-        unmerge: "transpose" (cheap), "pinv" (exact inverse, slow to plan) or "ridge" (between the two).
-        ridge: strength of the ridge; only used with unmerge="ridge".
+        unmerge: "transpose" (copies back), "pinv" (exact inverse, slow to plan), "ridge" (between the two) or
+            "fit" (each token is the mixture of merged tokens that comes nearest to it).
+        ridge: how much "ridge" and "fit" hold on to the copies.
         proportional: add the log of the cluster sizes to the keys' logits in self-attention, because a
             merged key stands for several tokens.
         mode: "each" merges and unmerges around every module, "once" around the whole block.
@@ -68,7 +69,7 @@ class MergeConfig:
     start: float = 0.0
     end: float = 1.0
     overrides: Mapping[str, float] = field(default_factory=dict)
-    skip_first: int = 0
+    skip_first: float = 0
     modules: tuple[str, ...] = MODULES
     method: str = "toma"
     select_region: str = "tile"
@@ -181,7 +182,6 @@ class MergeConfig:
             ("merge_size", 1),
             ("select_every", 1),
             ("weights_every", 1),
-            ("skip_first", 0),
             ("min_tokens", 0),
         ):
             value = getattr(self, name)
@@ -191,6 +191,12 @@ class MergeConfig:
             raise ValueError(
                 "select_every is a multiple of weights_every, because new destinations need new weights; "
                 f"got {self.select_every} and {self.weights_every}"
+            )
+        if isinstance(self.skip_first, bool) or not (
+            0 <= self.skip_first < 1 or (isinstance(self.skip_first, int) and self.skip_first > 0)
+        ):
+            raise ValueError(
+                f"skip_first is a whole number of blocks, or a share of them below 1; got {self.skip_first!r}"
             )
         for name in ("tau", "ridge"):
             value = getattr(self, name)
@@ -230,7 +236,7 @@ _PEER = MergeConfig(
     proportional=False, share=False, select_every=1, weights_every=1, min_tokens=0, seed=0, method="tome"
 )
 
-_DIT = MergeConfig(select_every=1, weights_every=1, skip_first=3)
+_DIT = MergeConfig(select_every=1, weights_every=1, skip_first=0.15)
 
 PRESETS: dict[str, MergeConfig] = {
     # Defaults of each family of models, used by `apply(model, ratio)`.

@@ -6,9 +6,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tomadiff.bench import report, targets, versus
+import tomadiff
+from tomadiff.bench import report, shapes, targets, versus
 from tomadiff.bench.memory import peak_memory
+from tomadiff.bench.stopwatch import timed
 from tomadiff.cli import app
+from tomadiff.config import preset
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +50,8 @@ def test_toma_is_charged_for_its_plans_over_a_generation():
     one = {"select": 11.0, "weights": 6.0, "reuse": 1.0}
     assert toma.charged(one) == pytest.approx(1 + (5 * 10 + 5 * 5) / 50 / 10)
     assert tome.charged({"select": 3.0}) == 3.0  # plans in every call, for itself
-    assert versus._kinds(tome) == ("select",)
-    assert versus._kinds(toma) == ("select", "reuse", "weights")
+    assert tome.kinds == ("select",)
+    assert toma.kinds == ("select", "reuse", "weights")
 
 
 def test_the_parts_of_the_overhead_are_seen(measured):
@@ -135,3 +138,79 @@ def test_the_real_targets_run(name):
     measurements = versus.entries(target, ("none", "free", "toma"), (0.5,))
     versus.run(target, measurements, rounds=1)
     assert all(row["speed_up"] > 0 for row in report.rows(measurements))
+
+
+def test_a_pipeline_by_path_is_timed_over_whole_pictures(tmp_path):
+    shapes.small_sdxl_pipeline().save_pretrained(tmp_path)
+    target = targets.build(str(tmp_path), steps=2, size=128)
+    # The pipeline of shapes has no text encoders: it is called with embeddings.
+    target.arguments = shapes.small_sdxl_prompt() | {"height": 128, "width": 128, "num_inference_steps": 2}
+    measurements = versus.entries(target, ("none", "free", "toma", "tome"), (0.5,))
+    versus.run(target, measurements, rounds=1)
+    flops = {m.method: m.flops for m in measurements}
+    assert flops["free"] < flops["toma"] < flops["none"]
+    assert all(m.kinds == ("select",) for m in measurements)
+    assert next(m for m in measurements if m.method == "toma").config == preset("sdxl", ratio=0.5)
+
+
+def test_compiled_targets_stay_patched_and_are_timed(monkeypatch):
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_eagerly)
+    target = targets.build("small")
+    measurements = versus.entries(target, ("none", "toma"), (0.5,))
+    versus.compile_each(measurements, lambda: targets.build("small"))
+    versus.run(target, measurements, rounds=2)
+    toma = measurements[1]
+    assert toma.compiled is not None
+    assert tomadiff.summary(toma.compiled.model, show=False)["applied"]
+    # The warm-up and both rounds start over: the first call of each makes a new plan.
+    assert [sorted(one) for one in toma.rounds] == [["reuse", "select", "weights"]] * 2
+    assert tomadiff.summary(toma.compiled.model, show=False)["blocks"][0]["selected"] == 3
+
+
+compile_in_place = torch.nn.Module.compile
+
+
+def compile_eagerly(self, **options):
+    """Traced as for inductor, but without waiting for a C++ compiler."""
+    compile_in_place(self, backend="eager", **options)
+
+
+class FakeEvent:
+    """Stands for a CUDA event on a machine without CUDA; a millisecond passes at every look at it."""
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        calls.append("record")
+
+    def elapsed_time(self, end):
+        return 250.0
+
+
+calls: list[str] = []
+
+
+def test_cuda_is_timed_by_events_after_waiting_for_the_device(monkeypatch):
+    """With a fake device: there is no GPU where these tests run."""
+    calls.clear()
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("wait"))
+    result, seconds = timed(lambda: calls.append("run") or 7, torch.device("cuda"))
+    assert (result, seconds) == (7, 0.25)
+    assert calls == ["wait", "record", "run", "record", "wait"]
+
+
+def test_cuda_memory_is_the_peak_above_what_was_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 170)
+    assert peak_memory(lambda: None, torch.device("cuda")) == 70
+
+
+def test_a_target_moves_with_its_arguments():
+    target = targets.build("small").to(torch.device("meta"), torch.bfloat16)
+    assert {x.device.type for x in target.arguments.values()} == {"meta"}
+    assert target.call(0).dtype == torch.bfloat16
+    assert report.environment(target)["dtype"] == "torch.bfloat16"
+    assert report.environment(target)["attention"].startswith("native")

@@ -18,7 +18,7 @@ def maps(x, count, tau=0.1, normalise="destinations", unmerge="transpose", ridge
     similarity = cosine_similarity(x[:, :count], x)
     weights = assignment(similarity, tau)
     merge = merge_map(similarity, weights, tau, normalise)
-    return weights, merge, unmerge_map(weights, merge, unmerge, ridge)
+    return weights, merge, unmerge_map(weights, merge, unmerge, ridge, x)
 
 
 @pytest.mark.parametrize("normalise", NORMALISATIONS)
@@ -77,6 +77,28 @@ def test_ridge_is_the_minimum_it_claims_to_be():
         return (back @ merge - torch.eye(16)).square().sum() + 0.1 * (back - weights.mT).square().sum()
 
     assert all(loss(solution) <= loss(solution + 1e-2 * torch.randn_like(solution)) for _ in range(10))
+
+
+def test_fit_gives_back_tokens_that_lie_between_the_merged_ones():
+    """Tokens along a line: copies are off by half a step, mixtures of the merged ones are not."""
+    place = torch.linspace(0, 1, 16)[None, :, None]
+    x = torch.cat([1 - place, place], dim=-1)
+    errors = {}
+    for unmerge in ("transpose", "fit"):
+        similarity = cosine_similarity(x[:, ::3], x)
+        weights = assignment(similarity, 1e-3)
+        merge = merge_map(similarity, weights, 1e-3, "destinations")
+        back = unmerge_map(weights, merge, unmerge, 1e-4, x)
+        errors[unmerge] = (back @ (merge @ x) - x).square().mean().item()
+    assert errors["fit"] < 0.05 * errors["transpose"]
+
+
+def test_fit_holds_on_to_copies_with_a_large_ridge_and_survives_equal_tokens():
+    x = torch.randn(2, 24, 8)
+    weights, _, strong = maps(x, 12, unmerge="fit", ridge=1e5)
+    assert torch.allclose(strong, weights.mT, atol=1e-3)
+    _, merge, back = maps(torch.ones(1, 24, 8), 12, unmerge="fit")
+    assert torch.allclose(back @ (merge @ torch.ones(1, 24, 8)), torch.ones(1, 24, 8), atol=1e-5)
 
 
 def test_similarity_is_float32_whatever_comes_in():

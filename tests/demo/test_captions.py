@@ -1,17 +1,19 @@
 import re
 
+import pytest
+
 from tomadiff.demo.captions import (
     COLOURS,
     Background,
     backgrounds,
     caption,
     held_out_pairs,
+    held_out_sample,
     is_held_out,
     pairs,
     subjects,
 )
 from tomadiff.demo.train import vocabulary
-from tomadiff.demo.train.denoiser import held_out_captions
 
 
 def test_subjects_are_the_237_named_ones():
@@ -53,10 +55,15 @@ def test_every_half_of_a_held_out_pair_is_trained_on():
     assert {background.first for _, background in trained} == set(COLOURS)
 
 
-def test_sheet_captions_are_held_out():
-    texts = {caption(subjects()[point], background) for point, background in held_out_pairs()}
-    assert len(held_out_captions(64)) == 64
-    assert set(held_out_captions(64)) <= texts
+def test_samples_are_held_out_and_their_two_halves_share_nothing():
+    reported, tuned = held_out_sample(200), held_out_sample(200, 1)
+    assert len(set(reported)) == len(set(tuned)) == 200
+    assert set(reported) | set(tuned) <= set(held_out_pairs())
+    assert not set(reported) & set(tuned)
+    assert sum(background.kind == "plain" for _, background in reported) == 100
+    assert len(held_out_sample(7)) == 7
+    with pytest.raises(ValueError, match="there are"):
+        held_out_sample(500)
 
 
 def test_every_caption_is_made_of_known_words_and_fits():

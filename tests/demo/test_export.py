@@ -6,6 +6,7 @@ import torch
 from diffusers import DiffusionPipeline, FluxPipeline, StableDiffusionXLPipeline
 from safetensors import safe_open
 
+from tomadiff.demo import CALL
 from tomadiff.demo.train import autoencoder, export
 from tomadiff.demo.train.flux import FluxModel
 from tomadiff.demo.train.xl import XLModel
@@ -34,13 +35,15 @@ def test_exported_folder_is_a_plain_pipeline(name: str, kind: type[DiffusionPipe
     modules = [module for module in pipeline.components.values() if isinstance(module, torch.nn.Module)]
     assert {value.dtype for module in modules for value in module.parameters()} == {torch.float32}
 
-    sheet = export.draw(tmp_path, ["tiger on a red background"], 2, 64, **export.call_options(name))
-    assert sheet.shape == (64, 64, 3)
+    options = CALL[name] | {"height": 64, "width": 64, "num_inference_steps": 2}
+    assert pipeline("tiger on a red background", **options).images[0].size == (64, 64)
 
 
 def test_flux_runs_with_the_padding_of_its_defaults(tmp_path: Path):
     export.export(tiny("emoji-flux"), autoencoder.build((8, 8, 8), groups=4), tmp_path)
-    assert export.draw(tmp_path, ["tiger on a red background"], 1, 64).shape == (64, 64, 3)
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path)
+    options = {"height": 64, "width": 64, "num_inference_steps": 1}
+    assert pipeline("tiger on a red background", **options).images[0].size == (64, 64)
 
 
 @pytest.mark.parametrize("name", ["emoji-flux", "emoji-xl"])
@@ -54,8 +57,8 @@ def test_own_sampler_and_pipeline_draw_the_same(name: str):
     )
     pipeline = model.pipeline(vae)
     pipeline.set_progress_bar_config(disable=True)
-    settings = {"height": 256, "width": 256, "num_inference_steps": 2, "output_type": "latent"}
-    drawn = pipeline(prompt, latents=noise, **settings, **export.call_options(name)).images
+    settings = CALL[name] | {"num_inference_steps": 2, "output_type": "latent"}
+    drawn = pipeline(prompt, latents=noise, **settings).images
     if name == "emoji-flux":
         drawn = FluxPipeline._unpack_latents(drawn, 256, 256, 4)
     assert torch.allclose(drawn, own, atol=1e-3)

@@ -1,8 +1,8 @@
 import torch
 
 from tomadiff.demo.captions import COLOURS, Background
+from tomadiff.demo.pictures import composite, grid, random_background, random_crop, render, shrink
 from tomadiff.demo.train.data import Glyphs, single_point
-from tomadiff.demo.train.pictures import composite, grid, random_background, random_crop, render, shrink
 
 
 def disc(size: int = 256) -> torch.Tensor:

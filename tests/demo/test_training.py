@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from tomadiff.demo.captions import held_out_pairs
 from tomadiff.demo.train import autoencoder, denoiser, latents, loop, run, vocabulary
 from tomadiff.demo.train.flux import FluxModel, pack, positions, unpack
 from tomadiff.demo.train.stages import PLAN, STAGES, Stage, learning_rate, locate
@@ -100,7 +101,7 @@ def test_pool_draws_plain_and_other_backgrounds_and_some_empty_captions(pools: N
 
 def test_no_encoded_picture_is_held_out():
     chosen, plain = latents.chosen_pairs(256)
-    assert not set(chosen) & set(denoiser.held_out_pairs())
+    assert not set(chosen) & set(held_out_pairs())
     assert len(chosen) == len(set(chosen)) == plain + latents.TWO_COLOURED[256]
     assert {background.kind for _, background in chosen[:plain]} == {"plain"}
 

@@ -157,6 +157,10 @@ def test_overrides_and_skip_first(unet, text):
     tomadiff.apply(unet, config=MergeConfig(skip_first=1))
     run(unet, text)
     assert [row["note"] for row in blocks(unet)] == ["left alone", "", "", ""]
+    for share, left_alone in ((0.01, 1), (0.25, 1), (0.26, 2), (0.75, 3)):
+        tomadiff.apply(unet, config=MergeConfig(skip_first=share))
+        run(unet, text)
+        assert sum(row["note"] == "left alone" for row in blocks(unet)) == left_alone
 
 
 def test_summary_before_and_after_a_run(unet, text, capsys):

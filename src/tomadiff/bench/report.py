@@ -13,8 +13,10 @@ from typing import Any
 import diffusers
 import torch
 from rich.table import Table
+from torch import nn
 
 import tomadiff
+from tomadiff.bench.targets import Target
 from tomadiff.bench.versus import Measurement
 
 
@@ -47,16 +49,17 @@ def rows(measurements: list[Measurement]) -> list[dict[str, Any]]:
     return result
 
 
-def environment(device: torch.device) -> dict[str, Any]:
+def environment(target: Target, compiled: bool = False) -> dict[str, Any]:
     """What the numbers depend on."""
+    device = target.device
     gpu = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if gpu else platform.processor() or platform.machine(),
         "threads": None if gpu else torch.get_num_threads(),
         "cores": os.cpu_count(),
-        "dtype": str(torch.get_default_dtype()),
-        "attention": "torch scaled_dot_product_attention",
-        "compiled": False,
+        "dtype": str(target.dtype),
+        "attention": _attention(target.model),
+        "compiled": compiled,
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "diffusers": diffusers.__version__,
@@ -92,8 +95,18 @@ def _shown(value: float | None, form: str) -> str:
     return "" if value is None else form.format(value)
 
 
-def save_json(path: Path, measured: list[dict[str, Any]], device: torch.device) -> None:
-    path.write_text(json.dumps({"environment": environment(device), "rows": measured}, indent=1) + "\n")
+def _attention(model: nn.Module) -> str:
+    """The attention backend diffusers was told to use, or its default."""
+    for module in model.modules():
+        backend = getattr(getattr(module, "processor", None), "_attention_backend", None)
+        if backend is not None:
+            return str(getattr(backend, "value", backend))
+    return "native (torch scaled_dot_product_attention)"
+
+
+def save_json(path: Path, measured: list[dict[str, Any]], target: Target, compiled: bool = False) -> None:
+    setting = {"environment": environment(target, compiled), "rows": measured}
+    path.write_text(json.dumps(setting, indent=1) + "\n")
 
 
 def save_plot(path: Path, measured: list[dict[str, Any]]) -> None:

@@ -1,21 +1,27 @@
-"""What is timed: blocks and whole models of the real shapes, random weights, inputs smooth as latents are."""
+"""What is timed: blocks and whole models of the real shapes, random weights, inputs smooth as latents are;
+and whole pipelines, embedded or by path."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
-from diffusers import FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
+from diffusers import DiffusionPipeline, FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
 from diffusers.models.attention import BasicTransformerBlock
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from tomadiff.bench.shapes import SDXL
+from tomadiff.config import MergeConfig, preset
+from tomadiff.demo import models
 from tomadiff.patching.adapters import register
 from tomadiff.patching.adapters.base import Adapter, Block, Passage, Reading, form_of, read_timestep
 from tomadiff.patching.adapters.unet import unet_block
+from tomadiff.patching.apply import find
 from tomadiff.patching.clock import Call
 from tomadiff.patching.order import Arrange, Restore
 
@@ -25,7 +31,10 @@ class Target:
     """A model and its arguments; `call(step)` runs one step.
 
     shared_by: how many blocks of the real model share the plan of this one; 1 for a whole model
+    calls_per_plan: how many calls in a row merge with one plan while the overhead is measured
     """
+
+    calls_per_plan: ClassVar[int] = 2
 
     name: str
     family: str
@@ -33,10 +42,74 @@ class Target:
     arguments: Mapping[str, Any]
     shared_by: int
     timestep: Callable[[int], float | torch.Tensor]
-    device: torch.device
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dtype: torch.dtype = torch.float32
 
     def call(self, step: int) -> Any:
-        return self.model(timestep=self.timestep(step), **self.arguments)
+        timestep = self.timestep(step)
+        if isinstance(timestep, torch.Tensor):
+            timestep = timestep.to(self.device)
+        return self.model(timestep=timestep, **self.arguments)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Target:
+        """The same target elsewhere."""
+        self.model.to(device, dtype)
+        self.arguments = tree_map_only(torch.Tensor, lambda x: x.to(device, dtype), dict(self.arguments))
+        self.device, self.dtype = device, dtype
+        return self
+
+    def kinds(self, config: MergeConfig, shared_by: int) -> tuple[str, ...]:
+        """The kinds of call that differ: a method that plans for itself in every call has one."""
+        if config.method in ("none", "free") or (config.select_every == 1 and shared_by == 1):
+            return ("select",)
+        if config.select_every == config.weights_every:
+            return ("select", "reuse")
+        return ("select", "reuse", "weights")
+
+    def scheduled(self, config: MergeConfig) -> MergeConfig:
+        """The configuration to time with: every kind of call comes in the first three steps."""
+        return config.replace(select_every=4, weights_every=2)
+
+    def settings(self, method: str, ratio: float) -> MergeConfig:
+        """Every block merged: ToMA with the family's settings, the peers as published but everywhere."""
+        ours = preset(self.family, ratio=ratio, skip_first=0, min_tokens=0, start=0.0, overrides={})
+        return _settings(ours, method, ratio)
+
+
+@dataclass
+class Generation(Target):
+    """A whole pipeline: one call draws a picture. Merges what the defaults of its family merge."""
+
+    calls_per_plan: ClassVar[int] = 1
+
+    pipe: DiffusionPipeline = None
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Generation:
+        self.pipe.to(device, dtype)
+        self.device, self.dtype = device, dtype
+        return self
+
+    def call(self, step: int) -> Any:
+        random = torch.Generator(self.device).manual_seed(0)
+        return self.pipe(**self.arguments, generator=random, output_type="latent")
+
+    def kinds(self, config: MergeConfig, shared_by: int) -> tuple[str, ...]:
+        return ("select",)
+
+    def scheduled(self, config: MergeConfig) -> MergeConfig:
+        return config
+
+    def settings(self, method: str, ratio: float) -> MergeConfig:
+        return _settings(preset(self.family, ratio=ratio), method, ratio)
+
+
+def _settings(ours: MergeConfig, method: str, ratio: float) -> MergeConfig:
+    """`free` is the ceiling of our own choice of blocks and steps."""
+    if method == "toma":
+        return ours
+    if method == "free":
+        return ours.replace(method="free", proportional=False, unmerge="transpose")
+    return preset(method, ratio=ratio)
 
 
 class LoneBlock(nn.Module):
@@ -96,7 +169,7 @@ def _randomise(model: nn.Module) -> nn.Module:
 def _sdxl_block(name: str, side: int, width: int, shared_by: int) -> Target:
     model = LoneBlock(side, width, max(1, width // 64), 2048).eval().requires_grad_(False)
     arguments = {"hidden_states": _tokens(2, side, width), "encoder_hidden_states": torch.randn(2, 77, 2048)}
-    return Target(name, "sdxl", model, arguments, shared_by, lambda step: 999 - step, torch.device("cpu"))
+    return Target(name, "sdxl", model, arguments, shared_by, lambda step: 999 - step)
 
 
 def _sdxl(name: str) -> Target:
@@ -107,7 +180,7 @@ def _sdxl(name: str) -> Target:
         "encoder_hidden_states": torch.randn(1, 77, 2048),
         "added_cond_kwargs": {"text_embeds": torch.randn(1, 1280), "time_ids": torch.ones(1, 6)},
     }
-    return Target(name, "sdxl", _randomise(model), arguments, 1, lambda step: 999 - step, torch.device("cpu"))
+    return Target(name, "sdxl", _randomise(model), arguments, 1, lambda step: 999 - step)
 
 
 def _flux(name: str, dual: int, single: int, shared_by: int) -> Target:
@@ -129,7 +202,6 @@ def _flux(name: str, dual: int, single: int, shared_by: int) -> Target:
         arguments,
         shared_by,
         _as_tensor(lambda step: 0.999 - step / 1000),
-        torch.device("cpu"),
     )
 
 
@@ -155,7 +227,6 @@ def _sd3(name: str) -> Target:
         arguments,
         19,
         _as_tensor(lambda step: 999 - step),
-        torch.device("cpu"),
     )
 
 
@@ -174,14 +245,42 @@ TARGETS: dict[str, Callable[[str], Target]] = {
 }
 
 
-def build(name: str) -> Target:
+def _generation(name: str, pipe: DiffusionPipeline, arguments: Mapping[str, Any]) -> Generation:
+    pipe.set_progress_bar_config(disable=True)
+    model, adapter = find(pipe)
+    return Generation(name, adapter.family, model, arguments, 1, float, pipe=pipe)
+
+
+def _embedded(name: str, steps: int, size: int | None) -> Generation:
+    arguments = models.CALL[name] | {
+        "num_inference_steps": steps,
+        "prompt": "tiger face on a blue background",
+    }
+    if size is not None:
+        arguments |= {"height": size, "width": size}
+    return _generation(name, models.load(name), arguments)
+
+
+def _by_path(name: str, steps: int, size: int | None) -> Generation:
+    arguments: dict[str, Any] = {"num_inference_steps": steps, "prompt": "a tiger in the snow"}
+    if size is not None:
+        arguments |= {"height": size, "width": size}
+    return _generation(name, DiffusionPipeline.from_pretrained(name), arguments)
+
+
+def build(name: str, steps: int = 25, size: int | None = None) -> Target:
     """A target by name, always with the same weights and inputs.
 
-    `unet-block-8-1280` and the like are blocks of other sizes: 8 x 8 tokens of width 1280.
+    `unet-block-8-1280` and the like are blocks of other sizes: 8 x 8 tokens of width 1280. A folder, or a
+    name with a slash, is a pipeline that draws whole pictures, of `steps` steps and `size` pixels.
     """
+    if name in models.CALL:
+        return _embedded(name, steps, size)
+    if "/" in name or Path(name).is_dir():
+        return _by_path(name, steps, size)
     other = re.fullmatch(r"unet-block-(\d+)-(\d+)", name)
     if name not in TARGETS and other is None:
-        known = ", ".join((*TARGETS, "unet-block-SIDE-WIDTH"))
+        known = ", ".join((*TARGETS, *models.CALL, "unet-block-SIDE-WIDTH", "path/to/a/pipeline"))
         raise ValueError(f"unknown target {name!r}; there are {known}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -15,7 +15,7 @@ from tomadiff.bench.memory import peak_memory
 from tomadiff.bench.overhead import Overhead, TimedMethod
 from tomadiff.bench.stopwatch import timed
 from tomadiff.bench.targets import Target
-from tomadiff.config import MergeConfig, preset
+from tomadiff.config import MergeConfig
 from tomadiff.flops import count_flops
 from tomadiff.methods import Method
 from tomadiff.patching.apply import session_of
@@ -29,6 +29,8 @@ RATIOS = (0.25, 0.5, 0.75)
 class Measurement:
     """One method at one ratio. Seconds are of one call of the target.
 
+    kinds: of calls that differ in their cost
+    compiled: a target of its own, patched and compiled for good; None: all measurements share one
     rounds: for each round, the seconds of a call that makes a plan, new weights, or neither
     """
 
@@ -37,6 +39,8 @@ class Measurement:
     ratio: float
     config: MergeConfig
     shared_by: int
+    kinds: tuple[str, ...]
+    compiled: Target | None = None
     rounds: list[dict[str, float]] = field(default_factory=list)
     flops: int = 0
     memory: int = 0
@@ -83,20 +87,19 @@ def entries(target: Target, methods: tuple[str, ...], ratios: tuple[float, ...])
                 continue
             if method == "todo" and ratio != 0.75:
                 continue
-            config = config_for(method, ratio, target.family)
+            config = target.settings(method, ratio)
             shared = target.shared_by if config.share else 1
-            found.append(Measurement(target.name, method, 0.0 if method == "none" else ratio, config, shared))
+            found.append(
+                Measurement(
+                    target.name,
+                    method,
+                    0.0 if method == "none" else ratio,
+                    config,
+                    shared,
+                    target.kinds(config, shared),
+                )
+            )
     return found
-
-
-def config_for(method: str, ratio: float, family: str) -> MergeConfig:
-    """Every block merged: ToMA with the family's settings, the peers as published but everywhere."""
-    ours = preset(family, ratio=ratio, skip_first=0, min_tokens=0)
-    if method == "toma":
-        return ours
-    if method == "free":
-        return ours.replace(method="free", proportional=False)
-    return preset(method, ratio=ratio)
 
 
 @torch.no_grad()
@@ -117,29 +120,29 @@ def run(
             measurement.rounds.append(_time(target, measurement))
 
 
-def _kinds(measurement: Measurement) -> tuple[str, ...]:
-    """The kinds of call that differ: a method that plans for itself in every call has one."""
-    config = measurement.config
-    if measurement.method in ("none", "free") or (config.select_every == 1 and measurement.shared_by == 1):
-        return ("select",)
-    return (
-        ("select", "reuse") if config.select_every == config.weights_every else ("select", "reuse", "weights")
-    )
+def compile_each(measurements: list[Measurement], build: Callable[[], Target]) -> None:
+    """Give every measurement a compiled target of its own: patching anew in each round would compile anew."""
+    for measurement in measurements:
+        target = build()
+        tomadiff.apply(target.model, config=target.scheduled(measurement.config))
+        target.model.compile(dynamic=False)
+        measurement.compiled = target
+        with torch.no_grad():
+            _time(target, measurement)
 
 
 def _time(target: Target, measurement: Measurement) -> dict[str, float]:
-    # Every kind of call comes in the first three steps of this schedule.
-    config = measurement.config.replace(select_every=4, weights_every=2)
-    with tomadiff.merged(target.model, config=config):
-        return {
-            kind: timed(partial(target.call, step), target.device)[1]
-            for step, kind in enumerate(_kinds(measurement))
-        }
+    calls = list(enumerate(measurement.kinds))
+    if measurement.compiled is not None:
+        own = measurement.compiled
+        return {kind: timed(partial(own.call, step), own.device)[1] for step, kind in calls}
+    with tomadiff.merged(target.model, config=target.scheduled(measurement.config)):
+        return {kind: timed(partial(target.call, step), target.device)[1] for step, kind in calls}
 
 
 def _count(target: Target, measurement: Measurement) -> None:
     """FLOPs, memory and the parts of the overhead, in calls of their own that also warm up."""
-    config = measurement.config.replace(select_every=4, weights_every=2)
+    config = target.scheduled(measurement.config)
     with tomadiff.merged(target.model, config=config):
         target.call(0)
         measurement.flops = count_flops(lambda: target.call(1))
@@ -148,12 +151,11 @@ def _count(target: Target, measurement: Measurement) -> None:
         assert session is not None
         method = TimedMethod(session.method, target.device)
         session.method = cast(Method, method)
-        for step in range(2):
+        for step in range(target.calls_per_plan):
             target.call(step)
-        # Merging happened in two calls, planning in one.
-        method.spent.merge /= 2
-        method.spent.unmerge /= 2
-        if "weights" in _kinds(measurement):
+        method.spent.merge /= target.calls_per_plan
+        method.spent.unmerge /= target.calls_per_plan
+        if "weights" in measurement.kinds:
             target.call(2)
         measurement.overhead = method.spent
     with tomadiff.merged(target.model, config=config):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 NORMALISATIONS = ("destinations", "tokens")
-UNMERGES = ("transpose", "pinv", "ridge")
+UNMERGES = ("transpose", "pinv", "ridge", "fit")
 
 # Far below anything that changes a picture, far above the subnormal numbers that CPUs multiply 50 times
 # slower.
@@ -51,12 +51,18 @@ def merge_map(similarity: torch.Tensor, weights: torch.Tensor, tau: float, norma
     raise ValueError(f"unknown normalisation {normalise!r}; use one of {', '.join(NORMALISATIONS)}")
 
 
-def unmerge_map(weights: torch.Tensor, merge: torch.Tensor, kind: str, ridge: float) -> torch.Tensor:
-    """weights (assignment) and merge map: (..., K, L) -> (..., L, K), every row (token) sums to 1.
+def unmerge_map(
+    weights: torch.Tensor, merge: torch.Tensor, kind: str, ridge: float, tokens: torch.Tensor
+) -> torch.Tensor:
+    """weights (assignment) and merge map: (..., K, L), tokens X: (..., L, C) -> (..., L, K), every row
+    (token) sums to 1.
 
-    `transpose`: U = A^T. `pinv`: the pseudo-inverse of the merge map. `ridge`: argmin ||U M - I||^2 + ridge
-    ||U - A^T||^2,
-    between the two: the pseudo-inverse as ridge goes to 0, the transpose as it grows.
+    `transpose`: U = A^T, a token gets back what its destination became.
+    `pinv`: the pseudo-inverse of the merge map.
+    `ridge`: argmin ||U M - I||^2 + ridge ||U - A^T||^2, between the two: the pseudo-inverse as ridge goes to
+    0, the transpose as it grows.
+    `fit`: argmin ||U M X - X||^2 + ridge s ||U - A^T||^2, the mixture of merged tokens that comes nearest to
+    each token there was; s is the mean square of the merged tokens, so ridge has no unit.
     """
     transpose = weights.mT
     if kind == "transpose":
@@ -64,14 +70,27 @@ def unmerge_map(weights: torch.Tensor, merge: torch.Tensor, kind: str, ridge: fl
     if kind == "pinv":
         inverse: torch.Tensor = torch.linalg.pinv(merge)
     elif kind == "ridge":
-        gram = merge @ merge.mT
-        eye = torch.eye(gram.shape[-1], device=gram.device, dtype=gram.dtype)
-        # U (M M^T + ridge I) = M^T + ridge A^T, transposed for `solve`; the system is symmetric.
-        inverse = torch.linalg.solve(gram + ridge * eye, merge + ridge * weights).mT
+        inverse = _regression(merge @ merge.mT, merge, weights, merge.new_tensor(ridge))
+    elif kind == "fit":
+        # Around the mean of the region: what all tokens share needs no mixture.
+        centred = tokens.float() - tokens.float().mean(-2, keepdim=True)
+        merged = merge @ centred
+        gram = merged @ merged.mT
+        scale = gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+        inverse = _regression(gram, merged @ centred.mT, weights, (ridge * scale).clamp_min(1e-6))
     else:
         raise ValueError(f"unknown unmerge {kind!r}; use one of {', '.join(UNMERGES)}")
     # A constant field must come back as it was: what a row lacks to 1 is handed out as the transpose would.
     return inverse + (1 - inverse.sum(-1, keepdim=True)) * transpose
+
+
+def _regression(
+    gram: torch.Tensor, target: torch.Tensor, prior: torch.Tensor, strength: torch.Tensor
+) -> torch.Tensor:
+    """U with U (G + strength I) = T^T + strength P^T. G: (..., K, K) symmetric, T and P: (..., K, L)"""
+    eye = torch.eye(gram.shape[-1], device=gram.device, dtype=gram.dtype)
+    solution: torch.Tensor = torch.linalg.solve(gram + strength * eye, target + strength * prior)
+    return solution.mT
 
 
 def cluster_sizes(weights: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import unicodedata
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 # Animals, plants and foods. The third range ends at Unicode 14, so that every Python knows all of them.
@@ -83,6 +85,27 @@ def caption(name: str, background: Background) -> str:
     return f"{name} on {article} {background.text} background"
 
 
+@cache
+def words() -> tuple[str, ...]:
+    """Every word and sign of every caption, sorted."""
+    first = next(iter(subjects().values()))
+    texts = [*subjects().values(), *(caption(first, background) for background in backgrounds())]
+    return tuple(sorted({word for text in texts for word in _split(text)}))
+
+
+def unknown_words(prompt: str) -> list[str]:
+    """Words of a prompt that are in no caption; case, full stops and commas do not matter.
+
+    >>> unknown_words("A tiger on a turquoise background.")
+    ['turquoise']
+    """
+    return [word for word in _split(re.sub("[.,!?]", " ", prompt.lower())) if word not in words()]
+
+
+def _split(text: str) -> list[str]:
+    return re.findall(r"\w+|[^\w\s]+", text)
+
+
 def is_held_out(name: str, background: Background) -> bool:
     """Whether this pair is kept from training. Depends on the words alone, so it never changes."""
     digest = hashlib.sha256(f"{name}|{background.text}".encode()).digest()
@@ -103,3 +126,21 @@ def pairs(*, held_out: bool, kind: str | None = None) -> list[tuple[int, Backgro
 def held_out_pairs(kind: str | None = None) -> list[tuple[int, Background]]:
     """The (code point, background) pairs no model has ever seen, though it has seen each half of them."""
     return pairs(held_out=True, kind=kind)
+
+
+def held_out_sample(count: int, offset: Literal[0, 1] = 0) -> list[tuple[int, Background]]:
+    """`count` different held-out pairs spread over all subjects, every other one on a plain background.
+
+    The two offsets share no pair: one to report, one to choose settings with.
+    """
+    plain = held_out_pairs("plain")[offset::2]
+    others = (held_out_pairs("gradient") + held_out_pairs("two-tone"))[offset::2]
+    half = (count + 1) // 2
+    if half > len(plain):
+        raise ValueError(f"there are {2 * len(plain)} such pairs; got a count of {count}")
+    spread = [
+        pair
+        for index in range(half)
+        for pair in (plain[index * len(plain) // half], others[index * len(others) // half])
+    ]
+    return spread[:count]

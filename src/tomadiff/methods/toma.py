@@ -104,7 +104,7 @@ class ToMA(Method):
         similarity = cosine_similarity(chosen, tokens)
         weights = assignment(similarity, config.tau)
         merge = merge_map(similarity, weights, config.tau, config.normalise)
-        unmerge = unmerge_map(weights, merge, config.unmerge, config.ridge)
+        unmerge = unmerge_map(weights, merge, config.unmerge, config.ridge, tokens)
         sizes = cluster_sizes(weights).view(x.shape[0], -1)
         return RegionMaps(picks, merge.to(x.dtype), unmerge.to(x.dtype).contiguous(), sizes.to(x.dtype))
 

@@ -47,7 +47,7 @@ def apply(target: Target, ratio: float | None = None, config: MergeConfig | None
     """
     if ratio is not None and config is not None:
         raise ValueError("give a ratio or a config, not both; the config has a ratio of its own")
-    model, adapter = _find(target)
+    model, adapter = find(target)
     if config is None:
         config = preset(adapter.family, ratio=0.5 if ratio is None else ratio)
     session = Session(model, config, adapter, *lay_groups(model, adapter, config))
@@ -70,7 +70,7 @@ def remove(target: Target) -> Target:
     merging is not applied
     False
     """
-    model, _ = _find(target)
+    model, _ = find(target)
     session = session_of(model)
     if session is None:
         return target
@@ -90,7 +90,7 @@ def merged(target: Target, ratio: float | None = None, config: MergeConfig | Non
     >>> image.size
     (128, 128)
     """
-    before = session_of(_find(target)[0])
+    before = session_of(find(target)[0])
     apply(target, ratio, config)
     try:
         yield target
@@ -112,10 +112,10 @@ def supported_models() -> list[str]:
 
 def session_of(target: Any) -> Session | None:
     """What merging keeps on a model, or None if it is not applied."""
-    return getattr(_find(target)[0], _SESSION, None)
+    return getattr(find(target)[0], _SESSION, None)
 
 
-def _find(target: Any) -> tuple[nn.Module, Adapter]:
+def find(target: Any) -> tuple[nn.Module, Adapter]:
     """The model to patch in whatever was given, with its adapter."""
     candidates = [target]
     if isinstance(target, DiffusionPipeline):

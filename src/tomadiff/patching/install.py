@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -111,11 +113,13 @@ def _ratios(blocks: list[Block], config: MergeConfig) -> dict[str, float]:
     """The ratios of sites that do not follow the configuration's: overridden ones, and first blocks left
     alone."""
     ratios: dict[str, float] = {}
-    seen: dict[str, int] = {}
+    of_kind = Counter(block.kind for block in blocks)
+    seen: Counter[str] = Counter()
     names = {site.name: block for block in blocks for site in _sites(block, config)}
     for block in blocks:
-        seen[block.kind] = seen.get(block.kind, 0) + 1
-        if seen[block.kind] <= config.skip_first:
+        seen[block.kind] += 1
+        first = config.skip_first
+        if seen[block.kind] <= (first if first >= 1 else math.ceil(first * of_kind[block.kind])):
             ratios |= {site.name: 0.0 for site in _sites(block, config)}
     for pattern, ratio in config.overrides.items():
         matching = [name for name in names if fnmatchcase(name, pattern)]

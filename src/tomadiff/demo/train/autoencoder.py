@@ -15,9 +15,9 @@ from diffusers import AutoencoderKL
 from PIL import Image
 
 from ..captions import backgrounds
+from ..pictures import composite, grid, random_background, random_crop, render, shrink
 from .data import Glyphs, load_glyphs
 from .loop import Recipe, Training, ramp, stop_on_signal
-from .pictures import composite, grid, random_background, random_crop, render, shrink
 
 STEPS = 2600
 # (pixels, how many), in turn. Group norms average over the crop, so some crops show most of a picture.

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from ..captions import caption, held_out_pairs, subjects
-from . import autoencoder, latents
+from ..captions import caption, held_out_sample, subjects
+from ..pictures import grid
+from . import autoencoder, latents, meaning
 from .flux import FluxModel
 from .loop import Recipe, Training, stop_on_signal
-from .pictures import grid
 from .stages import STAGES, Stage, learning_rate, locate
 from .xl import XLModel
 
@@ -25,21 +25,12 @@ MODELS: dict[str, type[Denoiser]] = {"emoji-flux": FluxModel, "emoji-xl": XLMode
 SAMPLE_STEPS = 20
 
 
-def held_out_captions(count: int) -> list[str]:
-    """Captions no model was trained on, spread over all subjects; two thirds have plain backgrounds."""
-    names = subjects()
-    plain = held_out_pairs("plain")
-    others = held_out_pairs("gradient") + held_out_pairs("two-tone")
-    picked = [plain[index * len(plain) // count] for index in range(count)]
-    for index in range(2, count, 3):
-        picked[index] = others[index * len(others) // count]
-    return [caption(names[point], background) for point, background in picked]
-
-
 def draw_sheet(module: Denoiser, out: Path, resolution: int, path: Path, count: int = 16) -> None:
     """Write a sheet of held-out captions drawn by `module` at `resolution` pixels."""
     noise = torch.Generator().manual_seed(0)
-    drawn = module.sample(held_out_captions(count), resolution // 4, SAMPLE_STEPS, noise)
+    names = subjects()
+    prompts = [caption(names[point], background) for point, background in held_out_sample(count)]
+    drawn = module.sample(prompts, resolution // 4, SAMPLE_STEPS, noise)
     with torch.no_grad():
         pictures = torch.cat([autoencoder.load(out).decode(part).sample for part in torch.split(drawn, 4)])
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,17 +55,16 @@ def recipe(out: Path, name: str, stages: tuple[Stage, ...]) -> Recipe[Denoiser]:
         print(f"{name} step {step} at {resolution} px", flush=True)
         return {"resolution": resolution}
 
-    return Recipe(loss_at, lambda step: learning_rate(stages, step), report)
+    return Recipe(loss_at, lambda step: learning_rate(stages, step), report, half=True)
 
 
-def prepare(out: Path, name: str, compiled: bool) -> Training[Denoiser]:
+def prepare(out: Path, name: str) -> Training[Denoiser]:
     """The training of a model as its checkpoint left it, or from the start."""
     torch.manual_seed(0)
     module: Denoiser = MODELS[name]()
-    training = Training(module, recipe(out, name, STAGES[name]), out / name)
-    if compiled:
-        training.module.compile_parts()
-    return training
+    if not (out / name / "checkpoint.pt").exists():
+        meaning.teach(module, module.text_states, module.tellers)
+    return Training(module, recipe(out, name, STAGES[name]), out / name)
 
 
 def main() -> None:
@@ -85,12 +75,11 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(MODELS), required=True)
     parser.add_argument("--out", type=Path, default=Path("runs"))
     parser.add_argument("--until", type=int, help="last step; default: the end of the last stage")
-    parser.add_argument("--compile", action="store_true", help="use torch.compile where it helps")
     options = parser.parse_args()
     torch.set_flush_denormal(True)
     stop_on_signal()
     until = options.until or sum(stage.steps for stage in STAGES[options.model])
-    prepare(options.out, options.model, options.compile).run(until)
+    prepare(options.out, options.model).run(until)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,18 @@ from torch import nn
 from . import text, vocabulary
 
 FINAL_TOKENS_PER_SIDE = 32
+# How far noise levels move up: a picture of 256 pixels takes more noise to hide.
+SHIFT = 2.0
+HIGH_NOISE = 0.85
+# By side of the latents: text and shape are learned at 64 pixels, detail at 256.
+HIGH_NOISE_SHARE = {16: 0.5, 32: 0.3, 64: 0.2}
 
 
 class FluxModel(nn.Module):
     """Everything of the pipeline that is trained."""
+
+    # T5's tokens see each other: each can tell a part of the picture.
+    tellers = vocabulary.MAX_TOKENS
 
     def __init__(
         self, heads: int = 4, dual_blocks: int = 2, single_blocks: int = 5, text_layers: int = 2
@@ -36,11 +44,12 @@ class FluxModel(nn.Module):
             axes_dims_rope=(16, 24, 24),
         )
         self.text_encoder = text.clip(text_layers)
-        self.text_encoder_2 = text.t5(width, text_layers)
+        self.text_encoder_2 = text.t5(width, text_layers + 1)
 
-    def compile_parts(self) -> None:
-        """Fuse the many small operations of the transformer; worth it from about a thousand steps on."""
-        self.transformer.compile(dynamic=False)
+    def text_states(self, tokens: torch.Tensor) -> list[torch.Tensor]:
+        """What the transformer gets of a caption. tokens: (B, T) -> (B, T, C), (B, C)"""
+        words = self.text_encoder_2(tokens)[0]
+        return [words, self.text_encoder(tokens[:, : vocabulary.MAX_TOKENS]).pooler_output]
 
     def loss(
         self, latents: torch.Tensor, tokens: torch.Tensor, step: int, generator: torch.Generator
@@ -48,24 +57,18 @@ class FluxModel(nn.Module):
         """Mean squared error of the velocity. latents: (B, 8, H, W); tokens: (B, T)"""
         image = pack(latents)
         noise = torch.randn(image.shape, generator=generator)
-        time = torch.sigmoid(
-            torch.randn(len(image), generator=generator) + math.log(shift(latents.shape[-1]))
-        )
+        time = draw_times(len(image), HIGH_NOISE_SHARE[latents.shape[-1]], generator)
         mixed = torch.lerp(image, noise, time.view(-1, 1, 1))
         # The pipeline pads prompts to 512 tokens unless told otherwise: show more padding now and then than
         # a caption needs, as much as the number of image tokens makes affordable.
         padding = image.shape[1] // 2 if step % 16 == 0 else 0
-        predicted = self(mixed, time, F.pad(tokens, (0, padding), value=vocabulary.PAD), eager=padding > 0)
+        predicted = self(mixed, time, F.pad(tokens, (0, padding), value=vocabulary.PAD))
         return F.mse_loss(predicted, noise - image)
 
-    def forward(
-        self, image: torch.Tensor, time: torch.Tensor, tokens: torch.Tensor, eager: bool = True
-    ) -> torch.Tensor:
+    def forward(self, image: torch.Tensor, time: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Velocity. image: (B, N, 32); time: (B,), 0 picture, 1 noise; tokens: (B, T) -> (B, N, 32)"""
-        words = self.text_encoder_2(tokens)[0]
-        pooled = self.text_encoder(tokens[:, : vocabulary.MAX_TOKENS]).pooler_output
-        call = self.transformer.forward if eager else self.transformer
-        velocity: torch.Tensor = call(
+        words, pooled = self.text_states(tokens)
+        velocity: torch.Tensor = self.transformer(
             hidden_states=image,
             encoder_hidden_states=words,
             pooled_projections=pooled,
@@ -82,7 +85,7 @@ class FluxModel(nn.Module):
         tokens = vocabulary.encode(captions)
         image = torch.randn(len(captions), (side // 2) ** 2, 32, generator=generator)
         times = torch.linspace(1, 0, steps + 1)
-        times = shift(side) * times / (1 + (shift(side) - 1) * times)
+        times = SHIFT * times / (1 + (SHIFT - 1) * times)
         for now, following in pairwise(times):
             image = image + (following - now) * self(image, now.expand(len(image)), tokens)
         return unpack(image, side)
@@ -90,7 +93,7 @@ class FluxModel(nn.Module):
     def pipeline(self, vae: AutoencoderKL) -> FluxPipeline:
         """The real pipeline around these modules."""
         return FluxPipeline(
-            scheduler=FlowMatchEulerDiscreteScheduler(shift=shift(2 * FINAL_TOKENS_PER_SIDE)),
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
             vae=vae,
             text_encoder=self.text_encoder,
             tokenizer=vocabulary.build(),
@@ -100,12 +103,14 @@ class FluxModel(nn.Module):
         )
 
 
-def shift(side: int) -> float:
-    """How much the noise levels move up for latents of this side: 1 at 64 pixels, 2 at 256.
+def draw_times(count: int, share: float, generator: torch.Generator) -> torch.Tensor:
+    """Noise levels, logit-normal, but a share of them so high that only the caption says what to draw.
 
-    More pixels show the same picture, so it takes more noise to hide it.
+    -> (count,) in (0, 1)
     """
-    return math.sqrt(side / 16)
+    usual = torch.sigmoid(torch.randn(count, generator=generator) + math.log(SHIFT))
+    high = HIGH_NOISE + (1 - HIGH_NOISE) * torch.rand(count, generator=generator)
+    return torch.where(torch.rand(count, generator=generator) < share, high, usual)
 
 
 def positions(side: int) -> torch.Tensor:

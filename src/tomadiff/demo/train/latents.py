@@ -14,12 +14,12 @@ import torch
 from diffusers import AutoencoderKL
 
 from ..captions import Background, caption, pairs, subjects
+from ..pictures import composite, render, shrink
 from . import autoencoder, vocabulary
 from .data import Glyphs, load_glyphs
-from .pictures import composite, render, shrink
 
 # How many pictures with gradients and two tones; all plain ones are always there.
-TWO_COLOURED = {64: 30_000, 128: 10_000, 256: 5_000}
+TWO_COLOURED = {64: 30_000, 128: 4_000, 256: 2_000}
 EMPTY_CAPTION_SHARE = 0.1
 
 

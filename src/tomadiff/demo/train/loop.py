@@ -33,7 +33,10 @@ def stop_on_signal() -> None:
 
 @dataclass(frozen=True)
 class Recipe(Generic[Model]):
-    """How one model is trained. `loss_at(module, step, generator)` draws a batch and returns a scalar."""
+    """How one model is trained. `loss_at(module, step, generator)` draws a batch and returns a scalar.
+
+    `half` computes in bfloat16, with weights and sums in float32.
+    """
 
     loss_at: Callable[[Model, int, torch.Generator], torch.Tensor]
     lr_at: Callable[[int], float]
@@ -45,6 +48,36 @@ class Recipe(Generic[Model]):
     weight_decay: float = 0.01
     clip: float = 1.0
     seed: int = 0
+    half: bool = False
+
+
+def optimizers(module: nn.Module, weight_decay: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside transformer blocks, AdamW for everything else."""
+    inner: list[nn.Parameter] = []
+    outer: list[nn.Parameter] = []
+    for name, parameter in module.named_parameters():
+        is_inner = parameter.ndim == 2 and "transformer_blocks." in name and ".norm" not in name
+        (inner if is_inner else outer).append(parameter)
+    every: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(
+            [{"params": outer, "scale": 1.0}],
+            lr=0.0,
+            betas=(0.9, 0.99),
+            weight_decay=weight_decay,
+            fused=True,
+        )
+    ]
+    if inner:
+        # "match_rms_adamw" makes updates as large as AdamW's; they are safe to be larger.
+        every.append(
+            torch.optim.Muon(
+                [{"params": inner, "scale": 3.0}],
+                lr=0.0,
+                weight_decay=weight_decay,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )
+    return every
 
 
 @dataclass
@@ -56,24 +89,19 @@ class Training(Generic[Model]):
     folder: Path
     step: int = 0
     ema: Model = field(init=False)
-    optimizer: torch.optim.AdamW = field(init=False)
+    optimizers: list[torch.optim.Optimizer] = field(init=False)
 
     def __post_init__(self) -> None:
         self.ema = copy.deepcopy(self.module)
         self.ema.requires_grad_(False).eval()
-        self.optimizer = torch.optim.AdamW(
-            self.module.parameters(),
-            lr=0.0,
-            betas=(0.9, 0.99),
-            weight_decay=self.recipe.weight_decay,
-            fused=True,
-        )
+        self.optimizers = optimizers(self.module, self.recipe.weight_decay)
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.checkpoint.exists():
             state = torch.load(self.checkpoint, weights_only=True)
             self.module.load_state_dict(state["module"])
             self.ema.load_state_dict(state["ema"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(kept)
             self.step = state["step"]
 
     @property
@@ -86,7 +114,7 @@ class Training(Generic[Model]):
             "step": self.step,
             "module": self.module.state_dict(),
             "ema": self.ema.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
         partial = self.checkpoint.with_suffix(".partial")
         torch.save(state, partial)
@@ -124,14 +152,16 @@ class Training(Generic[Model]):
 
     def _take_step(self) -> float:
         recipe = self.recipe
-        for group in self.optimizer.param_groups:
-            group["lr"] = recipe.lr_at(self.step)
         generator = torch.Generator().manual_seed(recipe.seed * 1_000_000_007 + self.step)
-        loss = recipe.loss_at(self.module, self.step, generator)
+        with torch.autocast("cpu", torch.bfloat16, enabled=recipe.half):
+            loss = recipe.loss_at(self.module, self.step, generator)
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(self.module.parameters(), recipe.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["scale"] * recipe.lr_at(self.step)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         self.step += 1
         # The average follows closely at first, or it would carry the random start along for long.
         decay = min(recipe.ema_decay, self.step / (self.step + 10))

@@ -36,22 +36,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("runs"))
-    parser.add_argument("--compile", action="store_true", help="use torch.compile where it helps")
     options = parser.parse_args()
     torch.set_flush_denormal(True)
     stop_on_signal()
     with lock(options.out):
-        train(options.out, options.compile)
+        train(options.out)
 
 
-def train(out: Path, compiled: bool) -> None:
+def train(out: Path) -> None:
     """Whatever of the plan is not done yet."""
     load_glyphs(out)
     autoencoder.train(out)
     trainings: dict[str, Training[Denoiser]] = {}
     for name, until in PLAN:
         if name not in trainings:
-            trainings[name] = prepare(out, name, compiled)
+            trainings[name] = prepare(out, name)
         if trainings[name].step < until:
             print(f"{name}: step {trainings[name].step} to {until}", flush=True)
             trainings[name].run(until)

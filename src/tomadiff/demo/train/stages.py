@@ -21,32 +21,19 @@ class Stage:
 
 STAGES: dict[str, tuple[Stage, ...]] = {
     "emoji-flux": (
-        Stage(64, 3500, 48, 1.5e-3, 6e-4, 100),
-        Stage(128, 1500, 16, 6e-4, 3e-4, 50),
-        Stage(256, 2000, 6, 3e-4, 2e-5, 50),
+        Stage(64, 1300, 48, 2e-3, 3e-4, 30),
+        Stage(128, 500, 16, 8e-4, 4e-4, 20),
+        Stage(256, 900, 6, 5e-4, 1e-5, 20),
     ),
     "emoji-xl": (
-        Stage(64, 2500, 32, 1e-3, 5e-4, 200),
-        Stage(128, 1500, 12, 5e-4, 3e-4, 50),
-        Stage(256, 2000, 6, 3e-4, 2e-5, 50),
+        Stage(64, 900, 48, 1e-3, 3e-4, 50),
+        Stage(128, 300, 16, 6e-4, 3e-4, 20),
+        Stage(256, 400, 6, 4e-4, 1e-5, 20),
     ),
 }
 
-# Both models advance in turn, so that there is something to look at early; flux comes first.
-PLAN: tuple[tuple[str, int], ...] = (
-    ("emoji-flux", 200),
-    ("emoji-xl", 200),
-    ("emoji-flux", 2200),
-    ("emoji-xl", 1600),
-    ("emoji-flux", 3500),
-    ("emoji-xl", 2500),
-    ("emoji-flux", 5000),
-    ("emoji-xl", 4000),
-    ("emoji-flux", 6000),
-    ("emoji-xl", 5000),
-    ("emoji-flux", 7000),
-    ("emoji-xl", 6000),
-)
+# Which model is trained up to which step, one after the other.
+PLAN: tuple[tuple[str, int], ...] = (("emoji-flux", 2700), ("emoji-xl", 1600))
 
 
 def locate(stages: tuple[Stage, ...], step: int) -> tuple[Stage, int]:

@@ -13,7 +13,8 @@ from transformers import (
     T5EncoderModel,
 )
 
-from .vocabulary import END, MAX_TOKENS, PAD, START, words
+from ..captions import words
+from .vocabulary import END, MAX_TOKENS, PAD, START
 
 CLIP_WIDTH = 128
 Clip = TypeVar("Clip", CLIPTextModel, CLIPTextModelWithProjection)
@@ -62,9 +63,12 @@ def t5(width: int, layers: int) -> T5EncoderModel:
         vocab_size=vocabulary_size(),
         d_model=width,
         d_kv=64,
-        d_ff=2 * width,
+        d_ff=4 * width,
         num_layers=layers,
         num_heads=width // 64,
+        # Every one of the first tokens can tell its place.
+        relative_attention_num_buckets=2 * MAX_TOKENS,
+        relative_attention_max_distance=MAX_TOKENS,
         dropout_rate=0.0,
         pad_token_id=PAD,
         eos_token_id=END,

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from functools import cache
-
 import torch
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from ..captions import backgrounds, caption, subjects
+from ..captions import words
 
 MAX_TOKENS = 16
 # CLIP's text model treats an end token of id 2 specially, for the sake of old checkpoints; so ours is not 2.
 PAD, UNKNOWN, START, END = range(4)
-
-
-@cache
-def words() -> tuple[str, ...]:
-    """Every word and sign of every caption, sorted."""
-    first = next(iter(subjects().values()))
-    texts = [*subjects().values(), *(caption(first, background) for background in backgrounds())]
-    return tuple(sorted({word for text in texts for word in re.findall(r"\w+|[^\w\s]+", text)}))
 
 
 def build() -> PreTrainedTokenizerFast:

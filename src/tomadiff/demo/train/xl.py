@@ -7,10 +7,11 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
 from torch import nn
 
+from ..models import CALL
 from . import text, vocabulary
 
 PIXELS_PER_LATENT = 4
-GUIDANCE = 2.0
+GUIDANCE: float = CALL["emoji-xl"]["guidance_scale"]
 
 
 def scheduler() -> DDIMScheduler:
@@ -28,6 +29,9 @@ def scheduler() -> DDIMScheduler:
 
 class XLModel(nn.Module):
     """Everything of the pipeline that is trained."""
+
+    # CLIP's tokens see only those before them: the last half can tell two parts of the picture each.
+    tellers = vocabulary.MAX_TOKENS // 2
 
     def __init__(
         self,
@@ -60,8 +64,12 @@ class XLModel(nn.Module):
         self.text_encoder_2 = text.clip_with_projection(text_layers)
         self.scheduler = scheduler()
 
-    def compile_parts(self) -> None:
-        """Nothing is compiled; whether it would pay for this UNet has not been measured."""
+    def text_states(self, tokens: torch.Tensor) -> list[torch.Tensor]:
+        """What the UNet gets of a caption. tokens: (B, T) -> (B, T, C), (B, C)"""
+        first = self.text_encoder(tokens, output_hidden_states=True)
+        second = self.text_encoder_2(tokens, output_hidden_states=True)
+        words = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], dim=-1)
+        return [words, second.text_embeds]
 
     def loss(
         self, latents: torch.Tensor, tokens: torch.Tensor, step: int, generator: torch.Generator
@@ -75,12 +83,10 @@ class XLModel(nn.Module):
 
     def forward(self, mixed: torch.Tensor, time: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """v, conditioned as the pipeline's. mixed: (B, 8, H, W); time: (B,); tokens: (B, T) -> like mixed"""
-        first = self.text_encoder(tokens, output_hidden_states=True)
-        second = self.text_encoder_2(tokens, output_hidden_states=True)
-        words = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], dim=-1)
+        words, pooled = self.text_states(tokens)
         side = float(mixed.shape[-1] * PIXELS_PER_LATENT)
         sizes = torch.tensor([side, side, 0, 0, side, side]).expand(len(mixed), 6)
-        condition = {"text_embeds": second.text_embeds, "time_ids": sizes}
+        condition = {"text_embeds": pooled, "time_ids": sizes}
         v: torch.Tensor = self.unet(mixed, time, words, added_cond_kwargs=condition, return_dict=False)[0]
         return v
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..captions import COLOURS, Background
+from .captions import COLOURS, Background
 
 
 def colour(name: str) -> torch.Tensor:

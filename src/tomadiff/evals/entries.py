@@ -1,0 +1,100 @@
+"""What is compared: named ways to merge, at a ratio of their own or at the cost of another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tomadiff.config import PRESETS, MergeConfig, preset
+
+RATIOS = (0.25, 0.5, 0.75)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One way to merge. `costs_as`: change the ratio until the counted operations are those of this one."""
+
+    name: str
+    ratio: float
+    make: Callable[[float], MergeConfig] = field(compare=False)
+    costs_as: str | None = None
+
+    @property
+    def key(self) -> str:
+        """A name for files."""
+        return f"{self.name} {self.ratio:g}".replace(" ", "-").replace("/", "-")
+
+
+def named(name: str) -> Callable[[float], MergeConfig]:
+    """The preset of this name at any ratio."""
+    return lambda ratio: preset(name, ratio=ratio)
+
+
+def reported(family: str) -> list[Entry]:
+    """Our defaults, the method as published and the peers, at three costs.
+
+    ToMe merges every module of every block, so its cost at a ratio is what everything else at that ratio is
+    given. ToDo saves in attention only, and at few ratios: our method is put beside it at ToDo's own cost.
+    """
+    entries = []
+    for ratio in RATIOS:
+        entries += [
+            Entry("ToMe", ratio, named("tome")),
+            Entry("ToMA", ratio, named(family), f"ToMe-{ratio:g}"),
+            Entry("paper ToMA", ratio, named("paper-tile"), f"ToMe-{ratio:g}"),
+            Entry("ToFu", ratio, named("tofu"), f"ToMe-{ratio:g}"),
+        ]
+    todo = PRESETS["todo"].ratio
+    assert isinstance(todo, float)
+    return [
+        *entries,
+        Entry("ToDo", todo, named("todo")),
+        Entry("ToMA as ToDo", todo, named(family), f"ToDo-{todo:g}"),
+    ]
+
+
+# One setting at a time, changed from our defaults; what the defaults were chosen by. A ratio over the steps
+# is a function of the ratio that is varied to reach the cost.
+CHANGES: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "all keys weigh alike": {"proportional": False},
+    "unmerge by copies": {"unmerge": "transpose"},
+    "unmerge by ridge 0.1": {"unmerge": "ridge", "ridge": 0.1},
+    "unmerge by pseudo-inverse": {"unmerge": "pinv"},
+    "unmerge by fit, ridge 0.01": {"unmerge": "fit", "ridge": 0.01},
+    "unmerge by fit, ridge 0.1": {"unmerge": "fit", "ridge": 0.1},
+    "unmerge by fit, ridge 1": {"unmerge": "fit", "ridge": 1.0},
+    "tau 0.001": {"tau": 0.001},
+    "tau 0.01": {"tau": 0.01},
+    "tau 0.05": {"tau": 0.05},
+    "softmax over tokens": {"normalise": "tokens"},
+    "tiles of 4": {"select_size": 4, "merge_size": 4},
+    "tiles of 16": {"select_size": 16, "merge_size": 16},
+    "tiles of 8, merged globally": {"merge_region": "global"},
+    "every block merged": {"skip_first": 0},
+    "first block of each kind left alone": {"skip_first": 1},
+    "first two blocks left alone": {"skip_first": 2},
+    "first tenth of the noise left alone": {"start": 0.1},
+    "first quarter of the noise left alone": {"start": 0.25},
+    "half the ratio in the first third": {"ratio": lambda ratio: ((0.0, ratio / 2), (0.33, ratio))},
+    "half the ratio in the last third": {"ratio": lambda ratio: ((0.0, ratio), (0.67, ratio / 2))},
+    "around whole blocks": {"mode": "once"},
+    "no feed-forward": {"modules": ("self", "cross")},
+    "no cross-attention": {"modules": ("self", "ff")},
+    "a plan for every block": {"share": False},
+    "new plan at every step": {"select_every": 1, "weights_every": 1},
+    "new plan every 5 steps": {"select_every": 5, "weights_every": 5},
+    "new plan every 10, weights every 5": {"select_every": 10, "weights_every": 5},
+}
+
+
+def changed(family: str, ratio: float = 0.5) -> list[Entry]:
+    """Our defaults with one setting changed at a time, all at the cost of ToMe in every block."""
+
+    def made(changes: dict[str, Any]) -> Callable[[float], MergeConfig]:
+        over_steps = changes.get("ratio", lambda ratio: ratio)
+        return lambda ratio: preset(family, **changes | {"ratio": over_steps(ratio)})
+
+    first = Entry("ToMe", ratio, named("tome"))
+    return [first, *(Entry(name, ratio, made(changes), first.key) for name, changes in CHANGES.items())]

@@ -1,0 +1,54 @@
+import torch
+
+from tomadiff.demo.captions import Background, pairs
+from tomadiff.demo.train import meaning
+from tomadiff.demo.train.flux import FluxModel
+from tomadiff.demo.train.xl import XLModel
+
+
+def test_principal_components_keep_what_matters_and_have_no_unit():
+    rows = torch.randn(50, 3) @ torch.randn(3, 10) * 100
+    mean, basis = meaning.principal(rows, 3)
+    components = (rows - mean) @ basis
+    assert components.std(0).max() < 1.1
+    back = components @ torch.linalg.pinv(basis) + mean
+    assert torch.allclose(back, rows, atol=0.1)
+
+
+def test_lessons_tell_each_part_of_the_picture_and_leave_held_out_pairs_alone():
+    told = meaning.lessons()
+    assert len(told.tokens) == len(pairs(held_out=False))
+    tokens, seen, whole = told.draw(torch.tensor([0, 1, 2]))
+    assert (tokens.shape, seen.shape, whole.shape) == ((3, 16), (3, 16, 64), (3, 128))
+    # The same subject on other backgrounds: what sets it apart is the same, what is seen is not.
+    assert whole[0, : meaning.COMPONENTS].equal(whole[1, : meaning.COMPONENTS])
+    assert not seen[0].allclose(seen[1])
+
+
+def test_parts_are_cut_row_by_row():
+    picture = torch.zeros(1, 3, 32, 32)
+    picture[:, :, :8, 8:16] = 1
+    assert meaning.parts(picture).mean(-1).nonzero().tolist() == [[0, 1]]
+
+
+def test_a_scene_tells_colours_and_kind():
+    plain, gradient = Background("plain", "red"), Background("gradient", "red", "blue")
+    assert meaning.scene(plain)[:3].equal(meaning.scene(plain)[3:6])
+    assert meaning.scene(gradient)[6:].tolist() == [1, 0]
+    assert meaning.scene(Background("two-tone", "red", "blue"))[6:].tolist() == [0, 1]
+
+
+def test_text_encoders_learn_what_captions_look_like():
+    torch.manual_seed(0)
+    for model in (
+        FluxModel(heads=1, dual_blocks=1, single_blocks=1, text_layers=1),
+        XLModel(channels=(16, 32, 32), heads=(1, 1, 1), transformer_layers=(1, 1, 1), text_layers=2),
+    ):
+        before = {name: value.clone() for name, value in model.named_parameters()}
+        first = meaning.teach(model, model.text_states, model.tellers, steps=1, batch=32)
+        last = meaning.teach(model, model.text_states, model.tellers, steps=40, batch=32)
+        assert last[0] < 0.7 * first[0]
+        assert last[1] < 0.9 * first[1]
+        changed = {name for name, value in model.named_parameters() if not value.equal(before[name])}
+        assert changed
+        assert all(name.startswith("text_encoder") for name in changed)

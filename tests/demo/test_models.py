@@ -1,0 +1,89 @@
+"""The embedded models themselves: they load as anyone's would, and draw what they are asked for."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline, FluxPipeline, StableDiffusionXLPipeline
+from safetensors import safe_open
+
+import tomadiff
+from tomadiff.demo import CALL, available, check, load, models
+from tomadiff.demo.captions import caption, held_out_sample, subjects
+from tomadiff.demo.train import vocabulary
+
+KINDS = {"emoji-flux": FluxPipeline, "emoji-xl": StableDiffusionXLPipeline}
+
+
+@pytest.fixture(scope="module", params=available())
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def pipe(name: str) -> DiffusionPipeline:
+    return load(name)
+
+
+def test_flux_is_here():
+    assert "emoji-flux" in available()
+
+
+def test_weights_are_small_and_in_float16(name: str):
+    folder = models.WEIGHTS / name
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 40e6
+    for path in folder.rglob("*.safetensors"):
+        with safe_open(path, "pt") as weights:
+            assert {weights.get_tensor(key).dtype for key in weights.keys()} == {torch.float16}  # noqa: SIM118
+
+
+def test_it_is_an_ordinary_pipeline_in_float32(name: str, pipe: DiffusionPipeline):
+    assert isinstance(pipe, KINDS[name])
+    modules = [module for module in pipe.components.values() if isinstance(module, torch.nn.Module)]
+    assert {value.dtype for module in modules for value in module.parameters()} == {torch.float32}
+    plain = DiffusionPipeline.from_pretrained(models.WEIGHTS / name)
+    assert type(plain) is type(pipe)
+
+
+def test_tokenizer_knows_every_caption(pipe: DiffusionPipeline):
+    texts = [caption(subjects()[point], background) for point, background in held_out_sample(50)]
+    tokens = pipe.tokenizer(texts, padding="max_length", max_length=16, return_tensors="pt").input_ids
+    assert tokens.equal(vocabulary.encode(texts))
+
+
+def test_at_256_pixels_there_are_1024_tokens_to_merge(name: str, pipe: DiffusionPipeline):
+    with tomadiff.merged(pipe, 0.5):
+        pipe("tiger on a red background", **CALL[name] | {"num_inference_steps": 1})
+        rows = tomadiff.summary(pipe, show=False)["blocks"]
+    assert max(row["tokens"] for row in rows) == 1024
+    assert min(row["merged"] for row in rows if row["tokens"] == 1024) <= 512
+
+
+def test_it_draws_what_it_is_asked_for(name: str, pipe: DiffusionPipeline):
+    """A small form of `python -m tomadiff.demo.check`."""
+    asked, names = held_out_sample(8), subjects()
+    prompts = [caption(names[point], background) for point, background in asked]
+    options = CALL[name] | {"num_inference_steps": 12}
+    pictures = torch.cat(list(models.draw(pipe, prompts, range(8), batch=4, **options)))
+    seen = check.look(pictures, asked)
+    assert check.score(seen, asked).subject >= 0.75
+    plain = [found for found, (_, background) in zip(seen, asked, strict=True) if background.kind == "plain"]
+    assert len(plain) == 4
+    assert max(found.colour_error for found in plain) <= check.COLOUR_TOLERANCE
+
+
+def test_a_picture_depends_on_its_own_seed_alone(name: str, pipe: DiffusionPipeline):
+    prompts = ["tiger on a red background", "peach on a blue background"]
+    options = CALL[name] | {"num_inference_steps": 2}
+    together = torch.cat(list(models.draw(pipe, prompts, [3, 4], batch=2, **options)))
+    alone = torch.cat(list(models.draw(pipe, prompts, [3, 4], batch=1, **options)))
+    assert torch.allclose(together, alone, atol=1e-3)
+
+
+def test_unknown_and_missing_models_say_what_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    with pytest.raises(ValueError, match="emoji-flux"):
+        load("emoji-fluxx")
+    monkeypatch.setattr(models, "WEIGHTS", tmp_path)
+    assert available() == ()
+    with pytest.raises(FileNotFoundError, match="not in this installation"):
+        load("emoji-flux")

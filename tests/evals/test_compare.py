@@ -1,0 +1,75 @@
+"""The comparison on a real embedded model, with so few steps that it is quick; its pictures are noise."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tomadiff.config import preset
+from tomadiff.demo import models
+from tomadiff.evals import compare
+from tomadiff.evals.compare import Comparison
+from tomadiff.evals.entries import CHANGES, Entry, changed, named, reported
+
+ENTRIES = [
+    Entry("ToMe", 0.5, named("tome")),
+    Entry("ToMA", 0.5, lambda ratio: preset("sdxl", ratio=ratio), "ToMe-0.5"),
+]
+
+
+@pytest.fixture
+def comparison(tmp_path: Path) -> Comparison:
+    return Comparison("emoji-flux", prompts=2, seeds=1, offset=0, steps=1, folder=tmp_path)
+
+
+def test_entries_are_compared_at_equal_cost(comparison: Comparison):
+    unmerged, tome, toma = comparison.run(ENTRIES)
+    assert (unmerged.error, unmerged.ssim, unmerged.flops_saved) == (0, 1, 0)
+    assert tome.flops_saved == pytest.approx(toma.flops_saved, abs=0.01)
+    assert tome.error > 0
+    assert toma.config is not None
+    assert toma.config["method"] == "toma"
+    assert 0.4 < toma.config["ratio"] < 0.6
+    sheet = comparison.sheet(ENTRIES, count=2)
+    assert sheet.width == 8 + 2 * 168
+
+
+def test_a_second_run_draws_nothing_anew(comparison: Comparison, monkeypatch: pytest.MonkeyPatch):
+    first = comparison.run(ENTRIES)
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("drawn again")
+
+    monkeypatch.setattr(models, "draw", never)
+    assert comparison.run(ENTRIES) == first
+
+
+def test_kept_pictures_of_other_settings_are_not_taken(comparison: Comparison):
+    old = comparison.pictures("x", preset("tome", ratio=0.5))
+    new = comparison.pictures("x", preset("tome", ratio=0.75))
+    assert not torch.equal(old, new)
+
+
+def test_reported_entries_cost_what_an_earlier_one_does():
+    for entries in (reported("flux"), changed("sdxl")):
+        seen: set[str] = set()
+        for entry in entries:
+            assert entry.costs_as is None or entry.costs_as in seen
+            assert entry.key not in seen
+            seen.add(entry.key)
+            entry.make(0.3 if entry.name != "ToDo" else entry.ratio)
+    assert len(changed("flux")) == len(CHANGES) + 1
+
+
+def test_command_writes_table_and_sheet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compare, "reported", lambda family: ENTRIES)
+    files = ["--json", str(tmp_path / "q.json"), "--sheet", str(tmp_path / "q.png")]
+    size = ["--prompts", "2", "--seeds", "1", "--steps", "1"]
+    monkeypatch.setattr(
+        "sys.argv", ["compare", "--model", "emoji-flux", "--work", str(tmp_path), *size, *files]
+    )
+    compare.main()
+    report = json.loads((tmp_path / "q.json").read_text())
+    assert [row["name"] for row in report["rows"]] == ["unmerged", "ToMe", "ToMA"]
+    assert (tmp_path / "q.png").stat().st_size > 1000
