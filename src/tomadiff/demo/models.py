@@ -35,7 +35,7 @@ def load(name: str) -> DiffusionPipeline:
         raise ValueError(f"unknown model {name!r}; there are {', '.join(CALL)}")
     if name not in available():
         raise FileNotFoundError(f"the weights of {name} are not in this installation ({WEIGHTS / name})")
-    pipe = DiffusionPipeline.from_pretrained(WEIGHTS / name, torch_dtype=torch.float32, local_files_only=True)
+    pipe = DiffusionPipeline.from_pretrained(WEIGHTS / name, dtype=torch.float32, local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
