@@ -83,6 +83,14 @@ def test_a_backend_that_can_do_neither_is_refused_in_words():
         run(model, flux_inputs())
 
 
+@pytest.fixture
+def _backend_given_back():
+    """`set_attention_backend` also changes diffusers' default for the rest of the process."""
+    with attention_backend("native"):
+        yield
+
+
+@pytest.mark.usefixtures("_backend_given_back")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("backend_first", [True, False])
