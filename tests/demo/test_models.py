@@ -37,6 +37,11 @@ def test_weights_are_small_and_in_float16(name: str):
             assert {weights.get_tensor(key).dtype for key in weights.keys()} == {torch.float16}  # noqa: SIM118
 
 
+def test_no_path_of_the_machine_it_was_trained_on_is_left(name: str):
+    for path in (models.WEIGHTS / name).rglob("*.json"):
+        assert "_name_or_path" not in path.read_text()
+
+
 def test_it_is_an_ordinary_pipeline_in_float32(name: str, pipe: DiffusionPipeline):
     assert isinstance(pipe, KINDS[name])
     modules = [module for module in pipe.components.values() if isinstance(module, torch.nn.Module)]

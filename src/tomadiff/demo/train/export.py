@@ -25,9 +25,11 @@ def export(model: Denoiser, vae: AutoencoderKL, folder: Path) -> float:
     pipeline.save_pretrained(folder, safe_serialization=True)
     # transformers loads in the precision the configuration names, diffusers in float32: name float32, or
     # a plain from_pretrained would mix the two.
-    for path in folder.glob("text_encoder*/config.json"):
+    for path in folder.glob("*/config.json"):
         config = json.loads(path.read_text())
-        config["dtype"] = "float32"
+        config.pop("_name_or_path", None)  # a folder of the machine it was trained on
+        if path.parent.name.startswith("text_encoder"):
+            config["dtype"] = "float32"
         path.write_text(json.dumps(config, indent=2) + "\n")
     # transformers 5 writes a class name that earlier versions do not know; the old name works in both.
     for path in [folder / "model_index.json", *folder.glob("tokenizer*/tokenizer_config.json")]:
