@@ -51,6 +51,14 @@ def test_kept_pictures_of_other_settings_are_not_taken(comparison: Comparison):
     assert not torch.equal(old, new)
 
 
+def test_kept_pictures_of_other_weights_are_not_taken(comparison: Comparison):
+    comparison.pictures("x", None)
+    comparison.weights = "another training"
+    before = (comparison.folder / "x.json").read_text()
+    comparison.pictures("x", None)
+    assert (comparison.folder / "x.json").read_text() != before
+
+
 def test_reported_entries_cost_what_an_earlier_one_does():
     for entries in (reported("flux"), changed("sdxl")):
         seen: set[str] = set()

@@ -245,27 +245,15 @@ TARGETS: dict[str, Callable[[str], Target]] = {
 }
 
 
-def _generation(name: str, pipe: DiffusionPipeline, arguments: Mapping[str, Any]) -> Generation:
+def _generation(
+    name: str, pipe: DiffusionPipeline, arguments: dict[str, Any], steps: int, size: int | None
+) -> Generation:
+    arguments = arguments | {"num_inference_steps": steps}
+    if size is not None:
+        arguments |= {"height": size, "width": size}
     pipe.set_progress_bar_config(disable=True)
     model, adapter = find(pipe)
     return Generation(name, adapter.family, model, arguments, 1, float, pipe=pipe)
-
-
-def _embedded(name: str, steps: int, size: int | None) -> Generation:
-    arguments = models.CALL[name] | {
-        "num_inference_steps": steps,
-        "prompt": "tiger face on a blue background",
-    }
-    if size is not None:
-        arguments |= {"height": size, "width": size}
-    return _generation(name, models.load(name), arguments)
-
-
-def _by_path(name: str, steps: int, size: int | None) -> Generation:
-    arguments: dict[str, Any] = {"num_inference_steps": steps, "prompt": "a tiger in the snow"}
-    if size is not None:
-        arguments |= {"height": size, "width": size}
-    return _generation(name, DiffusionPipeline.from_pretrained(name), arguments)
 
 
 def build(name: str, steps: int = 25, size: int | None = None) -> Target:
@@ -275,9 +263,11 @@ def build(name: str, steps: int = 25, size: int | None = None) -> Target:
     name with a slash, is a pipeline that draws whole pictures, of `steps` steps and `size` pixels.
     """
     if name in models.CALL:
-        return _embedded(name, steps, size)
+        arguments = models.CALL[name] | {"prompt": "tiger face on a blue background"}
+        return _generation(name, models.load(name), arguments, steps, size)
     if "/" in name or Path(name).is_dir():
-        return _by_path(name, steps, size)
+        pipe = DiffusionPipeline.from_pretrained(name)
+        return _generation(name, pipe, {"prompt": "a tiger in the snow"}, steps, size)
     other = re.fullmatch(r"unet-block-(\d+)-(\d+)", name)
     if name not in TARGETS and other is None:
         known = ", ".join((*TARGETS, *models.CALL, "unet-block-SIDE-WIDTH", "path/to/a/pipeline"))

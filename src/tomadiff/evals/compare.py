@@ -9,6 +9,7 @@ Pictures are kept in `--work`; a comparison that was interrupted continues there
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -68,12 +69,15 @@ class Comparison:
         self.model, self.folder, self.batch = model, folder, batch
         folder.mkdir(parents=True, exist_ok=True)
         self.costs: dict[str, int] = {}
+        # Pictures of other weights must not be taken for those of these.
+        weights = sorted((models.WEIGHTS / model).rglob("*.safetensors"))
+        self.weights = hashlib.sha256(b"".join(path.read_bytes() for path in weights)).hexdigest()
 
     def pictures(self, key: str, config: MergeConfig | None) -> torch.Tensor:
         """All pictures, drawn unless they are kept from before. -> (N, 3, H, W) in [0, 1]"""
         path = self.folder / f"{key}.safetensors"
         stamp = json.dumps(
-            [self.prompts, self.seeds, self.options, None if config is None else config.to_json()]
+            [self.weights, self.prompts, self.seeds, self.options, config.to_json() if config else None]
         )
         marker = path.with_suffix(".json")
         if not (path.exists() and marker.exists() and marker.read_text() == stamp):
