@@ -143,7 +143,9 @@ def bench(
     target: Annotated[
         str, typer.Argument(help="What to time, e.g. sdxl-block-64 or a folder; a wrong name lists them.")
     ],
-    methods: Annotated[str, typer.Option(help="Methods to compare.")] = "none,free,toma,tome,tofu,todo",
+    methods: Annotated[
+        str, typer.Option(help="Methods to compare; also tofu-merge and, for sdxl, tomesd-package.")
+    ] = "none,free,toma,tome,tofu,todo",
     ratios: Annotated[str, typer.Option(help="Ratios to compare them at.")] = "0.25,0.5,0.75",
     rounds: Annotated[int, typer.Option(min=1, help="How often each is timed, in turns.")] = 9,
     steps: Annotated[int, typer.Option(min=1, help="Of a whole picture; pipelines only.")] = 25,

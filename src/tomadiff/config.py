@@ -256,6 +256,7 @@ PRESETS: dict[str, MergeConfig] = {
     # The peers, merging wherever they can.
     "tome": _PEER,
     "tofu": _PEER.replace(method="tofu"),
+    "tofu-merge": _PEER.replace(method="tofu", prune=0.0),
     "todo": _PEER.replace(method="todo", ratio=0.75, modules=("self",), share=True),
     # What the package `tomesd` does unless told otherwise to the UNets of Stable Diffusion 1 and 2:
     # self-attention at full resolution only. Other UNets have other blocks there.

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from diffusers import UNet2DConditionModel
 from typer.testing import CliRunner
 
 import tomadiff
@@ -67,6 +68,32 @@ def test_rows_compare_with_none_and_the_ceiling(measured):
     free = next(row for row in rows if row["method"] == "free")
     assert free["share_of_ceiling"] == pytest.approx(1)
     assert all(row["peak_memory"] > 0 for row in rows)
+
+
+def test_the_package_tomesd_is_timed_on_whole_unets():
+    unet = UNet2DConditionModel(
+        sample_size=16,
+        block_out_channels=(16, 16),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        layers_per_block=1,
+        norm_num_groups=8,
+        cross_attention_dim=16,
+    )
+    arguments = {"sample": torch.randn(1, 4, 16, 16), "encoder_hidden_states": torch.randn(1, 7, 16)}
+    whole = targets.Target("unet", "sd", unet, arguments, 1, lambda step: 999 - step)
+    none, package = measurements = versus.entries(whole, ("none", versus.TOMESD), (0.5,))
+    versus.run(whole, measurements, rounds=1)
+    assert package.flops < none.flops
+    assert len(package.rounds) == 1
+    after = versus.entries(whole, ("none",), (0.5,))
+    versus.run(whole, after, rounds=1)
+    assert after[0].flops == none.flops, "the package was not removed"
+    block = targets.build("small")
+    with pytest.raises(ValueError, match="whole UNets only"):
+        versus.entries(block, (versus.TOMESD,), (0.5,))
+    with pytest.raises(ValueError, match="without --compile"):
+        versus.compile_each([package], lambda: whole)
 
 
 def test_an_interruption_keeps_what_was_measured():

@@ -1,9 +1,16 @@
 import torch
+import torch.nn.functional as F
 
 from tomadiff.demo.captions import Background, pairs
+from tomadiff.demo.check import references
 from tomadiff.demo.train import meaning
 from tomadiff.demo.train.flux import FluxModel
 from tomadiff.demo.train.xl import XLModel
+
+
+def glyphs() -> torch.Tensor:
+    """The shipped small pictures of all subjects in the size of the training's. -> (237, 4, 64, 64)"""
+    return F.interpolate(torch.cat(references(), dim=1), meaning.SIDE)
 
 
 def test_principal_components_keep_what_matters_and_have_no_unit():
@@ -16,19 +23,20 @@ def test_principal_components_keep_what_matters_and_have_no_unit():
 
 
 def test_lessons_tell_each_part_of_the_picture_and_leave_held_out_pairs_alone():
-    told = meaning.lessons()
+    told = meaning.lessons(glyphs())
     assert len(told.tokens) == len(pairs(held_out=False))
     tokens, seen, whole = told.draw(torch.tensor([0, 1, 2]))
-    assert (tokens.shape, seen.shape, whole.shape) == ((3, 16), (3, 16, 64), (3, 128))
+    assert (tokens.shape, seen.shape, whole.shape) == ((3, 80), (3, 64, 80), (3, 128))
     # The same subject on other backgrounds: what sets it apart is the same, what is seen is not.
     assert whole[0, : meaning.COMPONENTS].equal(whole[1, : meaning.COMPONENTS])
     assert not seen[0].allclose(seen[1])
 
 
 def test_parts_are_cut_row_by_row():
-    picture = torch.zeros(1, 3, 32, 32)
-    picture[:, :, :8, 8:16] = 1
-    assert meaning.parts(picture).mean(-1).nonzero().tolist() == [[0, 1]]
+    picture = torch.zeros(1, 3, 64, 64)
+    picture[:, :, 8:16, 16:24] = 1
+    assert meaning.parts(picture).mean(-1).nonzero().tolist() == [[0, 10]]
+    assert meaning.places()[10].nonzero().flatten().tolist() == [1, 8 + 2]
 
 
 def test_a_scene_tells_colours_and_kind():
@@ -42,11 +50,11 @@ def test_text_encoders_learn_what_captions_look_like():
     torch.manual_seed(0)
     for model in (
         FluxModel(heads=1, dual_blocks=1, single_blocks=1, text_layers=1),
-        XLModel(channels=(16, 32, 32), heads=(1, 1, 1), transformer_layers=(1, 1, 1), text_layers=2),
+        XLModel(channels=(16, 32, 32, 32), heads=(1,) * 4, transformer_layers=(1,) * 4, text_layers=2),
     ):
         before = {name: value.clone() for name, value in model.named_parameters()}
-        first = meaning.teach(model, model.text_states, model.tellers, steps=1, batch=32)
-        last = meaning.teach(model, model.text_states, model.tellers, steps=40, batch=32)
+        first = meaning.teach(model, model.text_states, model.tellers, glyphs(), steps=1, batch=32)
+        last = meaning.teach(model, model.text_states, model.tellers, glyphs(), steps=40, batch=32)
         assert last[0] < 0.7 * first[0]
         assert last[1] < 0.9 * first[1]
         changed = {name for name, value in model.named_parameters() if not value.equal(before[name])}

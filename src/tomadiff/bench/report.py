@@ -17,7 +17,7 @@ from torch import nn
 
 import tomadiff
 from tomadiff.bench.targets import Target
-from tomadiff.bench.versus import Measurement
+from tomadiff.bench.versus import TOMESD, Measurement
 
 
 def rows(measurements: list[Measurement]) -> list[dict[str, Any]]:
@@ -43,7 +43,7 @@ def rows(measurements: list[Measurement]) -> list[dict[str, Any]]:
                 "flops": m.flops,
                 "peak_memory": m.memory,
                 "rounds": m.rounds,
-                "config": json.loads(m.config.to_json()),
+                "config": None if m.method == TOMESD else json.loads(m.config.to_json()),
             }
         )
     return result

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
+from diffusers import UNet2DConditionModel
+from torch import nn
 
 import tomadiff
 from tomadiff.bench.memory import peak_memory
@@ -22,6 +26,8 @@ from tomadiff.patching.apply import session_of
 
 STEPS = 50
 METHODS = ("none", "free", "toma", "tome", "tofu", "todo")
+# The package itself, with every module at every resolution merged; it knows whole UNets only.
+TOMESD = "tomesd-package"
 RATIOS = (0.25, 0.5, 0.75)
 
 
@@ -80,6 +86,8 @@ class Measurement:
 
 def entries(target: Target, methods: tuple[str, ...], ratios: tuple[float, ...]) -> list[Measurement]:
     """What to measure: "none" once, every other method at every ratio it can do, ToDo at its own."""
+    if TOMESD in methods and not isinstance(target.model, UNet2DConditionModel):
+        raise ValueError(f"{TOMESD} merges whole UNets only, not {target.name}")
     found: list[Measurement] = []
     for ratio in ratios:
         for method in methods:
@@ -87,7 +95,7 @@ def entries(target: Target, methods: tuple[str, ...], ratios: tuple[float, ...])
                 continue
             if method == "todo" and ratio != 0.75:
                 continue
-            config = target.settings(method, ratio)
+            config = target.settings("none" if method == TOMESD else method, ratio)
             shared = target.shared_by if config.share else 1
             found.append(
                 Measurement(
@@ -123,6 +131,8 @@ def run(
 def compile_each(measurements: list[Measurement], build: Callable[[], Target]) -> None:
     """Give every measurement a compiled target of its own: patching anew in each round would compile anew."""
     for measurement in measurements:
+        if measurement.method == TOMESD:
+            raise ValueError(f"{TOMESD} is timed without --compile only")
         target = build()
         tomadiff.apply(target.model, config=target.scheduled(measurement.config))
         target.model.compile(dynamic=False)
@@ -136,28 +146,56 @@ def _time(target: Target, measurement: Measurement) -> dict[str, float]:
     if measurement.compiled is not None:
         own = measurement.compiled
         return {kind: timed(partial(own.call, step), own.device)[1] for step, kind in calls}
-    with tomadiff.merged(target.model, config=target.scheduled(measurement.config)):
+    with _merging(target, measurement):
         return {kind: timed(partial(target.call, step), target.device)[1] for step, kind in calls}
+
+
+@contextmanager
+def _merging(target: Target, measurement: Measurement) -> Iterator[None]:
+    if measurement.method != TOMESD:
+        with tomadiff.merged(target.model, config=target.scheduled(measurement.config)):
+            yield
+        return
+    tomesd = importlib.import_module("tomesd")
+    everything = {"max_downsample": 8, "merge_attn": True, "merge_crossattn": True, "merge_mlp": True}
+
+    def by_position(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The package looks for the latents among the positional arguments, where pipelines put them."""
+        return (kwargs["sample"], *args), {name: kwargs[name] for name in kwargs if name != "sample"}
+
+    handle = target.model.register_forward_pre_hook(by_position, with_kwargs=True)
+    tomesd.apply_patch(target.model, ratio=measurement.ratio, **everything)
+    try:
+        yield
+    finally:
+        tomesd.remove_patch(target.model)
+        handle.remove()
+
+
+def _keep_time(target: Target) -> Overhead:
+    """What its merging costs from now on; stays zero where the merging is not ours."""
+    session = session_of(target.model)
+    if session is None:
+        return Overhead()
+    method = TimedMethod(session.method, target.device)
+    session.method = cast(Method, method)
+    return method.spent
 
 
 def _count(target: Target, measurement: Measurement) -> None:
     """FLOPs, memory and the parts of the overhead, in calls of their own that also warm up."""
-    config = target.scheduled(measurement.config)
-    with tomadiff.merged(target.model, config=config):
-        target.call(0)
-        measurement.flops = count_flops(lambda: target.call(1))
-    with tomadiff.merged(target.model, config=config):
-        session = session_of(target.model)
-        assert session is not None
-        method = TimedMethod(session.method, target.device)
-        session.method = cast(Method, method)
+    with _merging(target, measurement):
+        spent = _keep_time(target)
         for step in range(target.calls_per_plan):
             target.call(step)
-        method.spent.merge /= target.calls_per_plan
-        method.spent.unmerge /= target.calls_per_plan
+        each = {part: getattr(spent, part) / target.calls_per_plan for part in ("merge", "unmerge")}
+        measurement.overhead = replace(spent, **each)
         if "weights" in measurement.kinds:
             target.call(2)
-        measurement.overhead = method.spent
-    with tomadiff.merged(target.model, config=config):
-        target.call(0)
-        measurement.memory = peak_memory(lambda: target.call(1), target.device)
+            measurement.overhead.weights = spent.weights
+
+        def reuse() -> None:
+            """The fourth call uses a plan again, as most calls do."""
+            measurement.flops = count_flops(lambda: target.call(3))
+
+        measurement.memory = peak_memory(reuse, target.device)

@@ -101,14 +101,19 @@ class Comparison:
         return self.costs[key]
 
     def at_cost(self, entry: Entry, wanted: int) -> MergeConfig:
-        """The entry at the ratio whose cost is nearest to `wanted`."""
-        low, high = 0.0, 0.98
+        """The entry at the ratio whose cost is `wanted`, within a thousandth of the unmerged model's."""
+        whole = self.cost(MergeConfig(method="none"))
+        ends = [(0.0, whole), (0.98, self.cost(entry.make(0.98)))]
         for _ in range(8):
-            middle = (low + high) / 2
-            low, high = (low, middle) if self.cost(entry.make(middle)) < wanted else (middle, high)
-        return min(
-            (entry.make(round(low, 4)), entry.make(round(high, 4))), key=lambda c: abs(self.cost(c) - wanted)
-        )
+            # Where a straight line between the ends has the cost: it falls almost straight with the ratio.
+            (low, most), (high, least) = ends
+            ratio = round(low + (high - low) * (most - wanted) / max(most - least, 1), 4)
+            config = entry.make(min(max(ratio, 0.0), 0.98))
+            cost = self.cost(config)
+            if abs(cost - wanted) <= whole / 1000 or cost in (most, least):
+                break
+            ends[cost < wanted] = (ratio, cost)
+        return config
 
     def run(self, entries: list[Entry]) -> list[Row]:
         """Draw, compare and print entry after entry."""

@@ -13,8 +13,9 @@ import torch
 from PIL import Image
 
 from ..captions import caption, held_out_sample, subjects
-from ..pictures import grid
+from ..pictures import grid, shrink
 from . import autoencoder, latents, meaning
+from .data import load_glyphs
 from .flux import FluxModel
 from .loop import Recipe, Training, stop_on_signal
 from .stages import STAGES, Stage, learning_rate, locate
@@ -63,7 +64,9 @@ def prepare(out: Path, name: str) -> Training[Denoiser]:
     torch.manual_seed(0)
     module: Denoiser = MODELS[name]()
     if not (out / name / "checkpoint.pt").exists():
-        meaning.teach(module, module.text_states, module.tellers)
+        glyphs = load_glyphs(out)
+        drawn = glyphs.pictures[glyphs.rows(list(subjects()))]
+        meaning.teach(module, module.text_states, module.tellers, shrink(drawn, meaning.SIDE))
     return Training(module, recipe(out, name, STAGES[name]), out / name)
 
 

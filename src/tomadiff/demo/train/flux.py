@@ -11,20 +11,19 @@ from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeli
 from torch import nn
 
 from . import text, vocabulary
+from .stages import HIGH_NOISE_SHARE
 
 FINAL_TOKENS_PER_SIDE = 32
 # How far noise levels move up: a picture of 256 pixels takes more noise to hide.
 SHIFT = 2.0
 HIGH_NOISE = 0.85
-# By side of the latents: text and shape are learned at 64 pixels, detail at 256.
-HIGH_NOISE_SHARE = {16: 0.5, 32: 0.3, 64: 0.2}
 
 
 class FluxModel(nn.Module):
     """Everything of the pipeline that is trained."""
 
-    # T5's tokens see each other: each can tell a part of the picture.
-    tellers = vocabulary.MAX_TOKENS
+    # T5 knows no places, only distances: a token of its own for each part stands before the caption.
+    tellers = slice(0, vocabulary.PARTS)
 
     def __init__(
         self, heads: int = 4, dual_blocks: int = 2, single_blocks: int = 5, text_layers: int = 2
@@ -48,7 +47,7 @@ class FluxModel(nn.Module):
 
     def text_states(self, tokens: torch.Tensor) -> list[torch.Tensor]:
         """What the transformer gets of a caption. tokens: (B, T) -> (B, T, C), (B, C)"""
-        words = self.text_encoder_2(tokens)[0]
+        words = self.text_encoder_2(vocabulary.with_parts(tokens))[0]
         return [words, self.text_encoder(tokens[:, : vocabulary.MAX_TOKENS]).pooler_output]
 
     def loss(
@@ -57,7 +56,7 @@ class FluxModel(nn.Module):
         """Mean squared error of the velocity. latents: (B, 8, H, W); tokens: (B, T)"""
         image = pack(latents)
         noise = torch.randn(image.shape, generator=generator)
-        time = draw_times(len(image), HIGH_NOISE_SHARE[latents.shape[-1]], generator)
+        time = draw_times(len(image), HIGH_NOISE_SHARE["emoji-flux"][latents.shape[-1]], generator)
         mixed = torch.lerp(image, noise, time.view(-1, 1, 1))
         # The pipeline pads prompts to 512 tokens unless told otherwise: show more padding now and then than
         # a caption needs, as much as the number of image tokens makes affordable.
@@ -98,7 +97,7 @@ class FluxModel(nn.Module):
             text_encoder=self.text_encoder,
             tokenizer=vocabulary.build(),
             text_encoder_2=self.text_encoder_2,
-            tokenizer_2=vocabulary.build(),
+            tokenizer_2=vocabulary.build(parts=True),
             transformer=self.transformer,
         )
 

@@ -51,13 +51,18 @@ class Recipe(Generic[Model]):
     half: bool = False
 
 
-def optimizers(module: nn.Module, weight_decay: float) -> list[torch.optim.Optimizer]:
+# Where the blocks of Flux and the UNet, T5 and CLIP are.
+BLOCKS = ("transformer_blocks.", "encoder.block.", "encoder.layers.")
+
+
+def optimizers(module: nn.Module, weight_decay: float = 0.01) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside transformer blocks, AdamW for everything else."""
     inner: list[nn.Parameter] = []
     outer: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
-        is_inner = parameter.ndim == 2 and "transformer_blocks." in name and ".norm" not in name
-        (inner if is_inner else outer).append(parameter)
+        is_matrix = parameter.ndim == 2 and ".norm" not in name and "attention_bias" not in name
+        inside = any(block in name for block in BLOCKS)
+        (inner if is_matrix and inside else outer).append(parameter)
     every: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(
             [{"params": outer, "scale": 1.0}],

@@ -2,9 +2,10 @@
 
 A denoiser that starts with random text encoders learns subjects very late: only at high noise does the
 caption say more than the noisy picture, and then it has to say which colour belongs where. To learn that from
-a caption alone, without any noise, is quick. So the encoders learn it first. A picture is cut into 4 x 4
-parts, and the tokens of a caption, padding included, share them out: each tells what its parts look like. The
-pooled state tells the principal components of the subject and the colours of the background.
+a caption alone, without any noise, is quick. So the encoders learn it first. A picture of 64 x 64 pixels is
+cut into 8 x 8 parts, one for each of 64 tokens beside the caption, which tells what that part looks like and
+where it lies. The pooled state tells the principal components of the subject and the colours of the
+background.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..captions import Background, caption, pairs, subjects
-from ..check import SIDE, references
 from ..pictures import colour, render
 from . import vocabulary
-from .loop import ramp
+from .loop import optimizers, ramp
 
 COMPONENTS = 120
 PART_COMPONENTS = 64
-GRID = 4
-STEPS = 1200
-BATCH = 96
+SIDE = 64
+GRID = 8
+STEPS = 800
+BATCH = 32
 
 
 def principal(rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,7 +44,7 @@ def principal(rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def parts(pictures: torch.Tensor) -> torch.Tensor:
-    """(N, 3, 32, 32) -> (N, 16, 192), the cells of a grid of 4 x 4"""
+    """(N, 3, 64, 64) -> (N, 64, 192), the cells of a grid of 8 x 8"""
     return F.unfold(pictures, SIDE // GRID, stride=SIDE // GRID).transpose(1, 2)
 
 
@@ -58,6 +59,7 @@ def scene(background: Background) -> torch.Tensor:
 class Lessons:
     """Captions that denoisers are trained on, and what there is to tell about them."""
 
+    glyphs: torch.Tensor
     tokens: torch.Tensor
     subject: torch.Tensor
     background: torch.Tensor
@@ -68,34 +70,45 @@ class Lessons:
     part_basis: torch.Tensor
 
     def draw(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """rows: (B,) -> tokens (B, 16), what they should tell (B, 16, 64), what their pooled state should
-        (B, 128)"""
+        """rows: (B,) -> tokens (B, 80), what 64 of them should tell (B, 64, 80), what their pooled state
+        should (B, 128)"""
         subject, background = self.subject[rows], self.background[rows]
-        glyph, alpha = (reference[subject] for reference in references())
-        seen = parts(glyph + (1 - alpha) * self.behind[background])
+        seen = parts(over(self.glyphs[subject], self.behind[background]))
+        look = (seen - self.part_mean) @ self.part_basis
         whole = torch.cat([self.features[subject], self.scenes[background]], dim=1)
-        return self.tokens[rows], (seen - self.part_mean) @ self.part_basis, whole
+        return self.tokens[rows], torch.cat([look, places().expand(len(rows), -1, -1)], dim=-1), whole
 
 
-def lessons() -> Lessons:
-    """All captions that are not held out."""
+def over(glyphs: torch.Tensor, behind: torch.Tensor) -> torch.Tensor:
+    """(N, 4, S, S) over (N, 3, S, S), both in [0, 1]"""
+    return glyphs[:, :3] + (1 - glyphs[:, 3:]) * behind
+
+
+def places() -> torch.Tensor:
+    """Row and column of each part, one-hot. -> (64, 16)"""
+    row, column = torch.arange(GRID**2) // GRID, torch.arange(GRID**2) % GRID
+    return torch.cat([F.one_hot(row, GRID), F.one_hot(column, GRID)], dim=1).float()
+
+
+def lessons(glyphs: torch.Tensor) -> Lessons:
+    """All captions that are not held out. glyphs: (subjects, 4, 64, 64) in [0, 1]"""
     names = subjects()
     trained = pairs(held_out=False)
     number = {point: index for index, point in enumerate(names)}
     scenery = list(dict.fromkeys(background for _, background in trained))
     place = {background: index for index, background in enumerate(scenery)}
-    pictures = torch.cat(references(), dim=1).flatten(1)
-    mean, basis = principal(pictures, COMPONENTS)
+    small = F.avg_pool2d(glyphs, 2).flatten(1)
+    mean, basis = principal(small, COMPONENTS)
     behind = torch.stack([render(background, SIDE) for background in scenery])
     generator = torch.Generator().manual_seed(0)
-    some = torch.randint(0, len(scenery), (len(pictures),), generator=generator)
-    glyph, alpha = references()
-    seen = parts(glyph + (1 - alpha) * behind[some])
+    some = torch.randint(0, len(scenery), (len(glyphs),), generator=generator)
+    seen = parts(over(glyphs, behind[some]))
     return Lessons(
+        glyphs=glyphs,
         tokens=vocabulary.encode([caption(names[point], background) for point, background in trained]),
         subject=torch.tensor([number[point] for point, _ in trained]),
         background=torch.tensor([place[background] for _, background in trained]),
-        features=(pictures - mean) @ basis,
+        features=(small - mean) @ basis,
         scenes=torch.stack([scene(background) for background in scenery]),
         behind=behind,
         **dict(zip(("part_mean", "part_basis"), principal(seen.flatten(0, 1), PART_COMPONENTS), strict=True)),
@@ -105,36 +118,37 @@ def lessons() -> Lessons:
 def teach(
     module: nn.Module,
     states: Callable[[torch.Tensor], list[torch.Tensor]],
-    tellers: int = vocabulary.MAX_TOKENS,
+    tellers: slice,
+    glyphs: torch.Tensor,
     steps: int = STEPS,
     batch: int = BATCH,
 ) -> tuple[float, float]:
     """Train `module` so that its states tell the picture of a caption; returns the last two losses.
 
-    states: tokens (B, 16) -> states of the tokens (B, 16, C), and their pooled state (B, C)
-    tellers: how many of the last tokens share the parts out; where a token does not see those after it, the
-        first ones do not know the caption yet
+    states: tokens (B, 80) -> states of the tokens (B, 80, C), and their pooled state (B, C)
+    tellers: the 64 tokens that tell the parts of the picture
+    glyphs: all subjects, (N, 4, 64, 64) in [0, 1]
     """
-    told = lessons()
+    told = lessons(glyphs)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         widths = [state.shape[-1] for state in states(told.tokens[:2])]
-    sizes = (PART_COMPONENTS * GRID**2 // tellers, COMPONENTS + 8)
+    sizes = (PART_COMPONENTS + 2 * GRID, COMPONENTS + 8)
     readers = nn.ModuleList(nn.Linear(width, size) for width, size in zip(widths, sizes, strict=True))
-    optimizer = torch.optim.AdamW([*module.parameters(), *readers.parameters()], lr=0.0, betas=(0.9, 0.99))
+    steppers = optimizers(nn.ModuleList([module, readers]))
     values = (0.0, 0.0)
     for step in range(steps):
-        tokens, seen, whole = told.draw(torch.randint(0, len(told.tokens), (batch,), generator=generator))
-        words, pooled = states(tokens)
-        losses = [
-            F.mse_loss(readers[0](words[:, -tellers:]), seen.reshape(batch, tellers, -1)),
-            F.mse_loss(readers[1](pooled), whole),
-        ]
-        for group in optimizer.param_groups:
-            group["lr"] = ramp(step, steps, 2e-3, 1e-4, 20)
+        tokens, *wanted = told.draw(torch.randint(0, len(told.tokens), (batch,), generator=generator))
+        with torch.autocast("cpu", torch.bfloat16):
+            words, pooled = states(tokens)
+            found = [readers[0](words[:, tellers]), readers[1](pooled)]
+        losses = [F.mse_loss(it.float(), goal) for it, goal in zip(found, wanted, strict=True)]
         torch.autograd.backward(losses)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for stepper in steppers:
+            for group in stepper.param_groups:
+                group["lr"] = group["scale"] * ramp(step, steps, 1e-3, 5e-5, 20)
+            stepper.step()
+            stepper.zero_grad(set_to_none=True)
         values = (losses[0].item(), losses[1].item())
         if step % 100 == 0 or step == steps - 1:
             print(f"text encoders: step {step}, parts {values[0]:.4f}, whole {values[1]:.4f}", flush=True)

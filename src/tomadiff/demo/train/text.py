@@ -13,24 +13,19 @@ from transformers import (
     T5EncoderModel,
 )
 
-from ..captions import words
+from . import vocabulary
 from .vocabulary import END, MAX_TOKENS, PAD, START
 
 CLIP_WIDTH = 128
 Clip = TypeVar("Clip", CLIPTextModel, CLIPTextModelWithProjection)
 
 
-def vocabulary_size() -> int:
-    """Words and the four special tokens."""
-    return len(words()) + 4
-
-
 def clip_config(layers: int) -> CLIPTextConfig:
     """A CLIP text model of width 128."""
     return CLIPTextConfig(
-        vocab_size=vocabulary_size(),
+        vocab_size=vocabulary.size(),
         hidden_size=CLIP_WIDTH,
-        intermediate_size=2 * CLIP_WIDTH,
+        intermediate_size=4 * CLIP_WIDTH,
         projection_dim=CLIP_WIDTH,
         num_hidden_layers=layers,
         num_attention_heads=4,
@@ -52,25 +47,32 @@ def clip_with_projection(layers: int) -> CLIPTextModelWithProjection:
 
 
 def widen(model: Clip) -> Clip:
-    """Larger word embeddings: CLIP's start at 0.02, too faint for cross-attention to tell words apart."""
-    nn.init.normal_(model.get_input_embeddings().weight, std=0.5)
+    """Larger embeddings of words and places: CLIP's start too faint to be told apart early in training."""
+    for table in model.modules():
+        if isinstance(table, nn.Embedding):
+            nn.init.normal_(table.weight, std=0.5)
     return model
 
 
 def t5(width: int, layers: int) -> T5EncoderModel:
     """An encoder without dropout, as the models are too small to overfit."""
     config = T5Config(
-        vocab_size=vocabulary_size(),
+        vocab_size=vocabulary.size(parts=True),
         d_model=width,
         d_kv=64,
         d_ff=4 * width,
         num_layers=layers,
         num_heads=width // 64,
-        # Every one of the first tokens can tell its place.
-        relative_attention_num_buckets=2 * MAX_TOKENS,
-        relative_attention_max_distance=MAX_TOKENS,
+        # A bucket for every distance.
+        relative_attention_num_buckets=4 * MAX_TOKENS,
+        relative_attention_max_distance=2 * MAX_TOKENS,
         dropout_rate=0.0,
         pad_token_id=PAD,
         eos_token_id=END,
     )
-    return T5EncoderModel(config)
+    model = T5EncoderModel(config)
+    # T5 knows the order of words by these values alone; they start too faint for it to be learned early.
+    for name, values in model.named_parameters():
+        if "relative_attention_bias" in name:
+            nn.init.normal_(values)
+    return model

@@ -9,8 +9,10 @@ from torch import nn
 
 from ..models import CALL
 from . import text, vocabulary
+from .stages import HIGH_NOISE_SHARE
 
 PIXELS_PER_LATENT = 4
+HIGH_NOISE = 750
 GUIDANCE: float = CALL["emoji-xl"]["guidance_scale"]
 
 
@@ -27,18 +29,28 @@ def scheduler() -> DDIMScheduler:
     )
 
 
+def draw_times(count: int, share: float, generator: torch.Generator) -> torch.Tensor:
+    """Timesteps, all alike, but a share of them so high that only the caption says what to draw.
+
+    -> (count,) int64 in [0, 1000)
+    """
+    usual = torch.randint(0, 1000, (count,), generator=generator)
+    high = torch.randint(HIGH_NOISE, 1000, (count,), generator=generator)
+    return torch.where(torch.rand(count, generator=generator) < share, high, usual)
+
+
 class XLModel(nn.Module):
     """Everything of the pipeline that is trained."""
 
-    # CLIP's tokens see only those before them: the last half can tell two parts of the picture each.
-    tellers = vocabulary.MAX_TOKENS // 2
+    # CLIP's tokens know their places, and see only those before them: the padding behind the caption tells.
+    tellers = slice(-vocabulary.PARTS, None)
 
     def __init__(
         self,
-        channels: tuple[int, int, int] = (48, 128, 192),
-        heads: tuple[int, int, int] = (1, 2, 3),
-        transformer_layers: tuple[int, int, int] = (1, 2, 2),
-        text_layers: int = 3,
+        channels: tuple[int, int, int, int] = (48, 128, 192, 128),
+        heads: tuple[int, int, int, int] = (1, 2, 3, 2),
+        transformer_layers: tuple[int, int, int, int] = (1, 2, 2, 1),
+        text_layers: int = 4,
     ) -> None:
         super().__init__()
         time_width = 32
@@ -46,8 +58,10 @@ class XLModel(nn.Module):
             sample_size=64,
             in_channels=8,
             out_channels=8,
-            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-            up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+            # One level more than SDXL's three, so that every place of the lowest is near an edge: a UNet
+            # knows places by the padding of its convolutions alone.
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
             block_out_channels=channels,
             layers_per_block=1,
             transformer_layers_per_block=transformer_layers,
@@ -76,8 +90,7 @@ class XLModel(nn.Module):
     ) -> torch.Tensor:
         """Mean squared error of v. latents: (B, 8, H, W); tokens: (B, T)"""
         noise = torch.randn(latents.shape, generator=generator)
-        levels = self.scheduler.config.num_train_timesteps
-        time = torch.randint(0, levels, (len(latents),), generator=generator)
+        time = draw_times(len(latents), HIGH_NOISE_SHARE["emoji-xl"][latents.shape[-1]], generator)
         mixed = self.scheduler.add_noise(latents, noise, time).to(memory_format=torch.channels_last)
         return F.mse_loss(self(mixed, time, tokens), self.scheduler.get_velocity(latents, noise, time))
 
