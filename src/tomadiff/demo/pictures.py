@@ -38,9 +38,14 @@ def shrink(glyphs: torch.Tensor, size: int) -> torch.Tensor:
     return pictures if pictures.shape[-1] == size else F.avg_pool2d(pictures, pictures.shape[-1] // size)
 
 
+def over(glyphs: torch.Tensor, behind: torch.Tensor) -> torch.Tensor:
+    """glyphs (N, 4, S, S) with multiplied alpha over behind (N, 3, S, S), all in [0, 1] -> (N, 3, S, S)"""
+    return glyphs[:, :3] + behind * (1 - glyphs[:, 3:])
+
+
 def composite(glyphs: torch.Tensor, behind: torch.Tensor) -> torch.Tensor:
-    """glyphs (N, 4, S, S) over behind (N, 3, S, S), both in [0, 1] -> (N, 3, S, S) in [-1, 1]"""
-    return (glyphs[:, :3] + behind * (1 - glyphs[:, 3:])) * 2 - 1
+    """The same -> (N, 3, S, S) in [-1, 1]"""
+    return over(glyphs, behind) * 2 - 1
 
 
 def random_background(size: int, generator: torch.Generator) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..captions import Background, caption, pairs, subjects
-from ..pictures import colour, render
+from ..pictures import colour, over, render
 from . import vocabulary
 from .loop import optimizers, ramp
 
@@ -77,11 +77,6 @@ class Lessons:
         look = (seen - self.part_mean) @ self.part_basis
         whole = torch.cat([self.features[subject], self.scenes[background]], dim=1)
         return self.tokens[rows], torch.cat([look, places().expand(len(rows), -1, -1)], dim=-1), whole
-
-
-def over(glyphs: torch.Tensor, behind: torch.Tensor) -> torch.Tensor:
-    """(N, 4, S, S) over (N, 3, S, S), both in [0, 1]"""
-    return glyphs[:, :3] + (1 - glyphs[:, 3:]) * behind
 
 
 def places() -> torch.Tensor:
