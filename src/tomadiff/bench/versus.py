@@ -190,12 +190,13 @@ def _count(target: Target, measurement: Measurement) -> None:
             target.call(step)
         each = {part: getattr(spent, part) / target.calls_per_plan for part in ("merge", "unmerge")}
         measurement.overhead = replace(spent, **each)
-        if "weights" in measurement.kinds:
+        if "reuse" in measurement.kinds:
             target.call(2)
+        if "weights" in measurement.kinds:
             measurement.overhead.weights = spent.weights
 
-        def reuse() -> None:
-            """The fourth call uses a plan again, as most calls do."""
+        def usual() -> None:
+            """Uses a plan again, where the method does; the peers match anew in every call."""
             measurement.flops = count_flops(lambda: target.call(3))
 
-        measurement.memory = peak_memory(reuse, target.device)
+        measurement.memory = peak_memory(usual, target.device)
