@@ -175,7 +175,7 @@ def bench(
     try:
         wanted = make()
         measurements = versus.entries(
-            wanted, tuple(methods.split(",")), tuple(float(ratio) for ratio in ratios.split(","))
+            wanted, tuple(methods.split(",")), tuple(float(ratio) for ratio in ratios.split(",")), compiled
         )
     except (ValueError, TypeError, OSError) as error:
         raise typer.BadParameter(str(error)) from error

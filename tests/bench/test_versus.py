@@ -70,7 +70,8 @@ def test_rows_compare_with_none_and_the_ceiling(measured):
     assert all(row["peak_memory"] > 0 for row in rows)
 
 
-def test_the_package_tomesd_is_timed_on_whole_unets():
+@pytest.fixture
+def whole() -> targets.Target:
     unet = UNet2DConditionModel(
         sample_size=16,
         block_out_channels=(16, 16),
@@ -81,7 +82,10 @@ def test_the_package_tomesd_is_timed_on_whole_unets():
         cross_attention_dim=16,
     )
     arguments = {"sample": torch.randn(1, 4, 16, 16), "encoder_hidden_states": torch.randn(1, 7, 16)}
-    whole = targets.Target("unet", "sd", unet, arguments, 1, lambda step: 999 - step)
+    return targets.Target("unet", "sd", unet, arguments, 1, lambda step: 999 - step)
+
+
+def test_the_package_tomesd_is_timed_on_whole_unets(whole):
     none, package = measurements = versus.entries(whole, ("none", versus.TOMESD), (0.5,))
     versus.run(whole, measurements, rounds=1)
     assert package.flops < none.flops
@@ -89,11 +93,16 @@ def test_the_package_tomesd_is_timed_on_whole_unets():
     after = versus.entries(whole, ("none",), (0.5,))
     versus.run(whole, after, rounds=1)
     assert after[0].flops == none.flops, "the package was not removed"
-    block = targets.build("small")
+
+
+def test_the_package_tomesd_is_refused_where_it_cannot_be_timed(whole, monkeypatch):
     with pytest.raises(ValueError, match="whole UNets only"):
-        versus.entries(block, (versus.TOMESD,), (0.5,))
+        versus.entries(targets.build("small"), (versus.TOMESD,), (0.5,))
     with pytest.raises(ValueError, match="without --compile"):
-        versus.compile_each([package], lambda: whole)
+        versus.entries(whole, (versus.TOMESD,), (0.5,), compiled=True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install tomesd"):
+        versus.entries(whole, (versus.TOMESD,), (0.5,))
 
 
 def test_an_interruption_keeps_what_was_measured():

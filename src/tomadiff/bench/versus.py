@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -84,10 +84,12 @@ class Measurement:
         return (high - low) / 2
 
 
-def entries(target: Target, methods: tuple[str, ...], ratios: tuple[float, ...]) -> list[Measurement]:
+def entries(
+    target: Target, methods: tuple[str, ...], ratios: tuple[float, ...], compiled: bool = False
+) -> list[Measurement]:
     """What to measure: "none" once, every other method at every ratio it can do, ToDo at its own."""
-    if TOMESD in methods and not isinstance(target.model, UNet2DConditionModel):
-        raise ValueError(f"{TOMESD} merges whole UNets only, not {target.name}")
+    if TOMESD in methods:
+        _check_tomesd(target, compiled)
     found: list[Measurement] = []
     for ratio in ratios:
         for method in methods:
@@ -108,6 +110,15 @@ def entries(target: Target, methods: tuple[str, ...], ratios: tuple[float, ...])
                 )
             )
     return found
+
+
+def _check_tomesd(target: Target, compiled: bool) -> None:
+    if not isinstance(target.model, UNet2DConditionModel):
+        raise ValueError(f"{TOMESD} merges whole UNets only, not {target.name}")
+    if compiled:
+        raise ValueError(f"{TOMESD} is timed without --compile only")
+    if importlib.util.find_spec("tomesd") is None:
+        raise ValueError(f"{TOMESD} is the package tomesd: pip install tomesd")
 
 
 @torch.no_grad()
@@ -131,8 +142,6 @@ def run(
 def compile_each(measurements: list[Measurement], build: Callable[[], Target]) -> None:
     """Give every measurement a compiled target of its own: patching anew in each round would compile anew."""
     for measurement in measurements:
-        if measurement.method == TOMESD:
-            raise ValueError(f"{TOMESD} is timed without --compile only")
         target = build()
         tomadiff.apply(target.model, config=target.scheduled(measurement.config))
         target.model.compile(dynamic=False)
