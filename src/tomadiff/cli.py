@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -154,8 +155,13 @@ def bench(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cuda when there is one, else cpu.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Of ToMA, e.g. --set mode=once --set select_size=16.")
+    ] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Time compiled models.")] = False,
-    json: Annotated[Path | None, typer.Option(help="Write everything measured to this file.")] = None,
+    report_to: Annotated[
+        Path | None, typer.Option("--json", help="Write everything measured to this file.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw speed-up against ratio into this picture.")] = None,
 ) -> None:
     """Time methods against each other with the real shapes. Interrupt it, and it prints what it has."""
@@ -175,7 +181,11 @@ def bench(
     try:
         wanted = make()
         measurements = versus.entries(
-            wanted, tuple(methods.split(",")), tuple(float(ratio) for ratio in ratios.split(",")), compiled
+            wanted,
+            tuple(methods.split(",")),
+            tuple(float(ratio) for ratio in ratios.split(",")),
+            compiled,
+            _changes(settings or []),
         )
     except (ValueError, TypeError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
@@ -191,6 +201,8 @@ def bench(
                 rounds,
                 lambda what, done, of: progress.update(work, description=what, completed=done, total=of),
             )
+        except ValueError as error:  # a setting that this model cannot have
+            raise typer.BadParameter(str(error)) from error
         except KeyboardInterrupt:
             console.print("interrupted; what was measured so far:")
     measured = report.rows(measurements)
@@ -198,10 +210,24 @@ def bench(
         console.print("nothing was timed")
         raise typer.Exit(1)
     console.print(*report.tables(measured))
-    if json is not None:
-        report.save_json(json, measured, wanted, compiled)
+    if report_to is not None:
+        report.save_json(report_to, measured, wanted, compiled)
     if plot is not None:
         report.save_plot(plot, measured)
+
+
+def _changes(settings: list[str]) -> dict[str, Any]:
+    """["tau=0.01", "mode=once"] -> {"tau": 0.01, "mode": "once"}"""
+    changes = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise ValueError(f"a setting is written name=value, got {setting!r}")
+        try:
+            changes[name] = json.loads(value)
+        except json.JSONDecodeError:
+            changes[name] = value
+    return changes
 
 
 def _check_size(size: int) -> None:

@@ -151,12 +151,27 @@ def test_the_command_writes_json_and_a_picture(tmp_path):
         (["small", "--methods", "magic"], "unknown"),
         (["small", "--ratios", "1.5"], "ratio"),
         (["small", "--ratios", "half"], "half"),
+        (["small", "--set", "mode"], "name=value"),
+        (["small", "--set", "mode=twice"], "unknown mode"),
+        (["small", "--set", "moode=once"], "moode"),
+        (["small", "--rounds", "1", "--set", 'overrides={"nothing": 0.5}'], "nothing"),
     ],
 )
 def test_wrong_arguments_say_what_to_do(arguments, message):
     result = CliRunner().invoke(app, ["bench", *arguments])
     assert result.exit_code == 2
     assert message in result.output
+
+
+def test_settings_change_toma_alone(tmp_path):
+    changed = ["--set", "mode=once", "--set", "tau=0.01", "--set", 'modules=["self", "ff"]']
+    arguments = ["bench", "small", "--methods", "none,toma,tome", "--ratios", "0.5", "--rounds", "1"]
+    result = CliRunner().invoke(app, [*arguments, *changed, "--json", str(tmp_path / "out.json")])
+    assert result.exit_code == 0, result.output
+    none, toma, tome = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert (toma["config"]["mode"], toma["config"]["tau"]) == ("once", 0.01)
+    assert toma["config"]["modules"] == ["self", "ff"]
+    assert tome["config"]["mode"] == none["config"]["mode"] == "each"
 
 
 def test_peak_memory_counts_what_is_alive_at_once():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -85,9 +85,16 @@ class Measurement:
 
 
 def entries(
-    target: Target, methods: tuple[str, ...], ratios: tuple[float, ...], compiled: bool = False
+    target: Target,
+    methods: tuple[str, ...],
+    ratios: tuple[float, ...],
+    compiled: bool = False,
+    changes: Mapping[str, Any] | None = None,
 ) -> list[Measurement]:
-    """What to measure: "none" once, every other method at every ratio it can do, ToDo at its own."""
+    """What to measure: "none" once, every other method at every ratio it can do, ToDo at its own.
+
+    changes: to the settings of ToMA
+    """
     if TOMESD in methods:
         _check_tomesd(target, compiled)
     found: list[Measurement] = []
@@ -98,6 +105,8 @@ def entries(
             if method == "todo" and ratio != 0.75:
                 continue
             config = target.settings("none" if method == TOMESD else method, ratio)
+            if method == "toma":
+                config = config.replace(**changes or {})
             shared = target.shared_by if config.share else 1
             found.append(
                 Measurement(
