@@ -1,16 +1,29 @@
 import torch
 import torch.nn.functional as F
 
-from tomadiff.demo.captions import Background, pairs
+from tomadiff.demo.captions import Background, caption, pairs, subjects
 from tomadiff.demo.check import references
-from tomadiff.demo.train import meaning
+from tomadiff.demo.pictures import over, render
+from tomadiff.demo.train import meaning, vocabulary
 from tomadiff.demo.train.flux import FluxModel
+from tomadiff.demo.train.latents import Pool
 from tomadiff.demo.train.xl import XLModel
 
 
 def glyphs() -> torch.Tensor:
     """The shipped small pictures of all subjects in the size of the training's. -> (237, 4, 64, 64)"""
     return F.interpolate(torch.cat(references(), dim=1), meaning.SIDE)
+
+
+def encoded(count: int = 24) -> Pool:
+    """Subjects on plain backgrounds, in place of latents of such."""
+    chosen = pairs(held_out=False, kind="plain")[:count]
+    names = subjects()
+    row = {point: index for index, point in enumerate(names)}
+    drawn = glyphs()[[row[point] for point, _ in chosen]]
+    pictures = over(drawn, torch.stack([render(behind, meaning.SIDE) for _, behind in chosen]))
+    tokens = vocabulary.encode([caption(names[point], behind) for point, behind in chosen])
+    return Pool(pictures.repeat(1, 3, 1, 1)[:, :8].half(), tokens, count // 2)
 
 
 def test_principal_components_keep_what_matters_and_have_no_unit():
@@ -32,6 +45,13 @@ def test_lessons_tell_each_part_of_the_picture_and_leave_held_out_pairs_alone():
     assert not seen[0].allclose(seen[1])
 
 
+def test_details_tell_each_part_of_an_encoded_picture():
+    shown = meaning.details(encoded())
+    tokens, detail = shown.draw(5, torch.Generator().manual_seed(0))
+    assert (tokens.shape, detail.shape) == ((5, 80), (5, 64, meaning.DETAIL_COMPONENTS))
+    assert detail.std(dim=(0, 1)).max() < 2
+
+
 def test_parts_are_cut_row_by_row():
     picture = torch.zeros(1, 3, 64, 64)
     picture[:, :, 8:16, 16:24] = 1
@@ -48,15 +68,18 @@ def test_a_scene_tells_colours_and_kind():
 
 def test_text_encoders_learn_what_captions_look_like():
     torch.manual_seed(0)
+    told, shown = meaning.lessons(glyphs()), meaning.details(encoded())
     for model in (
         FluxModel(heads=1, dual_blocks=1, single_blocks=1, text_layers=1),
         XLModel(channels=(16, 32, 32, 32), heads=(1,) * 4, transformer_layers=(1,) * 4, text_layers=2),
     ):
         before = {name: value.clone() for name, value in model.named_parameters()}
-        first = meaning.teach(model, model.text_states, model.tellers, glyphs(), steps=1, batch=32)
-        last = meaning.teach(model, model.text_states, model.tellers, glyphs(), steps=40, batch=32)
-        assert last[0] < 0.7 * first[0]
-        assert last[1] < 0.9 * first[1]
+        first, last = (
+            meaning.teach(model, model.text_states, model.tellers, told, shown, steps) for steps in (1, 40)
+        )
+        assert last["look"] < 0.7 * first["look"]
+        assert last["whole"] < 0.9 * first["whole"]
+        assert last["detail"] < 0.9 * first["detail"]
         changed = {name for name, value in model.named_parameters() if not value.equal(before[name])}
         assert changed
         assert all(name.startswith("text_encoder") for name in changed)

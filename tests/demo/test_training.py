@@ -76,6 +76,35 @@ def test_second_driver_in_the_same_folder_is_refused(tmp_path: Path):
     run.lock(tmp_path).close()
 
 
+def test_muon_moves_convolutions_as_it_moves_matrices():
+    torch.manual_seed(0)
+    wanted = nn.Conv2d(4, 6, 3)
+    convolution = nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
+    optimizer = loop.ConvolutionMuon([convolution.weight], 1.0, 0.0)
+    before, losses = convolution.weight.detach().clone(), []
+    for _ in range(60):
+        x = torch.randn(8, 4, 8, 8)
+        loss = (convolution(x) - wanted(x)).square().mean()
+        loss.backward()
+        optimizer.param_groups[0]["lr"] = 0.05
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert convolution.weight.grad is None
+    assert not convolution.weight.equal(before)
+    assert losses[-1] < 0.5 * losses[0]
+    with pytest.raises(ValueError, match="channels_last"):
+        loop.ConvolutionMuon([nn.Conv2d(4, 6, 3).weight], 1.0, 0.0)
+
+
+def test_every_parameter_has_one_optimizer():
+    model = tiny("emoji-xl")
+    held = [len(group["params"]) for each in loop.optimizers(model) for group in each.param_groups]
+    assert len(held) == 3
+    assert min(held) > 0
+    assert sum(held) == len(list(model.parameters()))
+
+
 def test_stages_follow_each_other():
     assert [locate(TINY_STAGES, step)[0].resolution for step in range(5)] == [64, 64, 128, 128, 128]
     assert learning_rate(TINY_STAGES, 0) == 1e-3

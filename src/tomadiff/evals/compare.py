@@ -101,19 +101,24 @@ class Comparison:
         return self.costs[key]
 
     def at_cost(self, entry: Entry, wanted: int) -> MergeConfig:
-        """The entry at the ratio whose cost is `wanted`, within a thousandth of the unmerged model's."""
+        """The entry at the ratio whose cost is `wanted`, within a thousandth of the unmerged model's.
+
+        Where no ratio has that cost, because tokens merge one by one: at the next that costs less.
+        """
         whole = self.cost(MergeConfig(method="none"))
-        ends = [(0.0, whole), (0.98, self.cost(entry.make(0.98)))]
-        for _ in range(8):
-            # Where a straight line between the ends has the cost: it falls almost straight with the ratio.
-            (low, most), (high, least) = ends
-            ratio = round(low + (high - low) * (most - wanted) / max(most - least, 1), 4)
-            config = entry.make(min(max(ratio, 0.0), 0.98))
-            cost = self.cost(config)
-            if abs(cost - wanted) <= whole / 1000 or cost in (most, least):
-                break
-            ends[cost < wanted] = (ratio, cost)
-        return config
+        dear, cheap = (0.0, whole), (entry.most, self.cost(entry.make(entry.most)))
+        for turn in range(10):
+            # The cost falls almost straight with the ratio, but in steps: every other time, the middle.
+            share = 0.5 if turn % 2 else (dear[1] - wanted) / max(dear[1] - cheap[1], 1)
+            ratio = round(dear[0] + (cheap[0] - dear[0]) * min(max(share, 0.0), 1.0), 4)
+            cost = self.cost(entry.make(ratio))
+            if abs(cost - wanted) <= whole / 1000:
+                return entry.make(ratio)
+            if cost > wanted:
+                dear = (ratio, cost)
+            else:
+                cheap = (ratio, cost)
+        return entry.make(cheap[0])
 
     def run(self, entries: list[Entry]) -> list[Row]:
         """Draw, compare and print entry after entry."""
@@ -189,7 +194,12 @@ def main() -> None:
         default="methods",
         help="the methods, to report; or our defaults with one setting changed at a time, on other prompts",
     )
-    parser.add_argument("--ratio", type=float, default=0.5, help="of ToMe, whose cost all settings are given")
+    parser.add_argument(
+        "--ratios",
+        type=float,
+        nargs="+",
+        help="of ToMe, whose cost all others are given; default: 0.25 0.5 0.75, for settings 0.5 alone",
+    )
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=25)
@@ -199,7 +209,8 @@ def main() -> None:
     options = parser.parse_args()
     family = FAMILIES[options.model]
     settings = options.what == "settings"
-    entries = changed(family, options.ratio) if settings else reported(family)
+    listed = changed if settings else reported
+    entries = listed(family, tuple(options.ratios)) if options.ratios else listed(family)
     comparison = Comparison(
         options.model,
         options.prompts,

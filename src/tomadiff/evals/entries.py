@@ -13,12 +13,14 @@ RATIOS = (0.25, 0.5, 0.75)
 
 @dataclass(frozen=True)
 class Entry:
-    """One way to merge. `costs_as`: change the ratio until the counted operations are those of this one."""
+    """One way to merge. `costs_as`: change the ratio, up to `most`, until the counted operations are those of
+    this one."""
 
     name: str
     ratio: float
     make: Callable[[float], MergeConfig] = field(compare=False)
     costs_as: str | None = None
+    most: float = 0.98
 
     @property
     def key(self) -> str:
@@ -31,22 +33,24 @@ def named(name: str) -> Callable[[float], MergeConfig]:
     return lambda ratio: preset(name, ratio=ratio)
 
 
-def reported(family: str) -> list[Entry]:
-    """Our defaults, the method as published and the peers, at three costs.
+def reported(family: str, ratios: tuple[float, ...] = RATIOS) -> list[Entry]:
+    """Our defaults, the method as published and the peers, at the costs of these ratios.
 
     ToMe merges every module of every block, so its cost at a ratio is what everything else at that ratio is
     given. ToDo saves in attention only, and at few ratios: our method is put beside it at ToDo's own cost.
     """
     entries = []
-    for ratio in RATIOS:
+    for ratio in ratios:
         entries += [
             Entry("ToMe", ratio, named("tome")),
             Entry("ToMA", ratio, named(family), f"ToMe-{ratio:g}"),
             Entry("paper ToMA", ratio, named("paper-tile"), f"ToMe-{ratio:g}"),
-            Entry("ToFu", ratio, named("tofu"), f"ToMe-{ratio:g}"),
+            Entry("ToFu", ratio, named("tofu"), f"ToMe-{ratio:g}", most=0.75),
         ]
     todo = PRESETS["todo"].ratio
     assert isinstance(todo, float)
+    if todo not in ratios:
+        return entries
     return [
         *entries,
         Entry("ToDo", todo, named("todo")),
@@ -70,8 +74,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "tau 0.05": {"tau": 0.05},
     "softmax over tokens": {"normalise": "tokens"},
     "tiles of 4": {"select_size": 4, "merge_size": 4},
+    "tiles of 8": {"select_size": 8, "merge_size": 8},
     "tiles of 16": {"select_size": 16, "merge_size": 16},
-    "tiles of 8, merged globally": {"merge_region": "global"},
+    "tiles of 4, merged in tiles of 8": {"select_size": 4, "merge_size": 8},
+    "tiles of 8, merged globally": {"select_size": 8, "merge_region": "global"},
+    "tiles of 8, unmerge by copies": {"select_size": 8, "merge_size": 8, "unmerge": "transpose"},
     "every block merged": {"skip_first": 0},
     "first block of each kind left alone": {"skip_first": 1},
     "first two blocks left alone": {"skip_first": 2},
@@ -89,12 +96,16 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-def changed(family: str, ratio: float = 0.5) -> list[Entry]:
+def changed(family: str, ratios: tuple[float, ...] = (0.5,)) -> list[Entry]:
     """Our defaults with one setting changed at a time, all at the cost of ToMe in every block."""
 
     def made(changes: dict[str, Any]) -> Callable[[float], MergeConfig]:
         over_steps = changes.get("ratio", lambda ratio: ratio)
         return lambda ratio: preset(family, **changes | {"ratio": over_steps(ratio)})
 
-    first = Entry("ToMe", ratio, named("tome"))
-    return [first, *(Entry(name, ratio, made(changes), first.key) for name, changes in CHANGES.items())]
+    entries = []
+    for ratio in ratios:
+        first = Entry("ToMe", ratio, named("tome"))
+        settings = (Entry(name, ratio, made(changes), first.key) for name, changes in CHANGES.items())
+        entries += [first, *settings]
+    return entries

@@ -56,7 +56,7 @@ def recipe(out: Path, name: str, stages: tuple[Stage, ...]) -> Recipe[Denoiser]:
         print(f"{name} step {step} at {resolution} px", flush=True)
         return {"resolution": resolution}
 
-    return Recipe(loss_at, lambda step: learning_rate(stages, step), report, half=True)
+    return Recipe(loss_at, lambda step: learning_rate(stages, step), report, ema_decay=0.995, half=True)
 
 
 def prepare(out: Path, name: str) -> Training[Denoiser]:
@@ -65,8 +65,9 @@ def prepare(out: Path, name: str) -> Training[Denoiser]:
     module: Denoiser = MODELS[name]()
     if not (out / name / "checkpoint.pt").exists():
         glyphs = load_glyphs(out)
-        drawn = glyphs.pictures[glyphs.rows(list(subjects()))]
-        meaning.teach(module, module.text_states, module.tellers, shrink(drawn, meaning.SIDE))
+        told = meaning.lessons(shrink(glyphs.pictures[glyphs.rows(list(subjects()))], meaning.SIDE))
+        shown = meaning.details(latents.load(out, 256))
+        meaning.teach(module, module.text_states, module.tellers, told, shown)
     return Training(module, recipe(out, name, STAGES[name]), out / name)
 
 

@@ -43,7 +43,7 @@ class FluxModel(nn.Module):
             axes_dims_rope=(16, 24, 24),
         )
         self.text_encoder = text.clip(text_layers)
-        self.text_encoder_2 = text.t5(width, text_layers + 1)
+        self.text_encoder_2 = text.t5(width, 2 * text_layers)
 
     def text_states(self, tokens: torch.Tensor) -> list[torch.Tensor]:
         """What the transformer gets of a caption. tokens: (B, T) -> (B, T, C), (B, C)"""
@@ -66,7 +66,9 @@ class FluxModel(nn.Module):
 
     def forward(self, image: torch.Tensor, time: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Velocity. image: (B, N, 32); time: (B,), 0 picture, 1 noise; tokens: (B, T) -> (B, N, 32)"""
-        words, pooled = self.text_states(tokens)
+        # The text encoders have learned before, by themselves, and stay as they are.
+        with torch.no_grad():
+            words, pooled = self.text_states(tokens)
         velocity: torch.Tensor = self.transformer(
             hidden_states=image,
             encoder_hidden_states=words,

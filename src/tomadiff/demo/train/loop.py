@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -55,14 +55,61 @@ class Recipe(Generic[Model]):
 BLOCKS = ("transformer_blocks.", "encoder.block.", "encoder.layers.")
 
 
+class ConvolutionMuon(torch.optim.Muon):
+    """Muon for the weights of convolutions, (out, in, h, w) in the memory format channels_last.
+
+    Muon takes matrices only: it is given views of the weights with a row for each output channel.
+    """
+
+    def __init__(self, weights: list[nn.Parameter], scale: float, weight_decay: float) -> None:
+        self._weights = weights
+        self._flat = [nn.Parameter(_rows(weight.detach())) for weight in weights]
+        if any(
+            flat.data_ptr() != weight.data_ptr() for flat, weight in zip(self._flat, weights, strict=True)
+        ):
+            raise ValueError("weights of convolutions have to be in the memory format channels_last")
+        super().__init__(**_muon(self._flat, scale, weight_decay))
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for flat, weight in zip(self._flat, self._weights, strict=True):
+            flat.grad = None if weight.grad is None else _rows(weight.grad)
+        super().step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for weight in self._weights:
+            weight.grad = None
+
+
+def _rows(weight: torch.Tensor) -> torch.Tensor:
+    """(out, in, h, w) -> (out, h * w * in), a view in the memory format channels_last"""
+    return weight.permute(0, 2, 3, 1).reshape(len(weight), -1)
+
+
+def _muon(parameters: list[nn.Parameter], scale: float, weight_decay: float) -> dict[str, Any]:
+    # "match_rms_adamw" makes updates as large as AdamW's; they are safe to be larger.
+    return {
+        "params": [{"params": parameters, "scale": scale}],
+        "lr": 0.0,
+        "weight_decay": weight_decay,
+        "adjust_lr_fn": "match_rms_adamw",
+    }
+
+
 def optimizers(module: nn.Module, weight_decay: float = 0.01) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside transformer blocks, AdamW for everything else."""
+    """Muon for the matrices inside transformer blocks and the convolutions inside a UNet, AdamW for
+    everything else."""
     inner: list[nn.Parameter] = []
     outer: list[nn.Parameter] = []
+    convolutions: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
         is_matrix = parameter.ndim == 2 and ".norm" not in name and "attention_bias" not in name
-        inside = any(block in name for block in BLOCKS)
-        (inner if is_matrix and inside else outer).append(parameter)
+        if is_matrix and any(block in name for block in BLOCKS):
+            inner.append(parameter)
+        elif parameter.ndim == 4 and "unet." in name and "_block" in name:
+            convolutions.append(parameter)
+        else:
+            outer.append(parameter)
     every: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(
             [{"params": outer, "scale": 1.0}],
@@ -73,15 +120,9 @@ def optimizers(module: nn.Module, weight_decay: float = 0.01) -> list[torch.opti
         )
     ]
     if inner:
-        # "match_rms_adamw" makes updates as large as AdamW's; they are safe to be larger.
-        every.append(
-            torch.optim.Muon(
-                [{"params": inner, "scale": 3.0}],
-                lr=0.0,
-                weight_decay=weight_decay,
-                adjust_lr_fn="match_rms_adamw",
-            )
-        )
+        every.append(torch.optim.Muon(**_muon(inner, 3.0, weight_decay)))
+    if convolutions:
+        every.append(ConvolutionMuon(convolutions, 3.0, weight_decay))
     return every
 
 

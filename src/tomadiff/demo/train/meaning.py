@@ -2,10 +2,11 @@
 
 A denoiser that starts with random text encoders learns subjects very late: only at high noise does the
 caption say more than the noisy picture, and then it has to say which colour belongs where. To learn that from
-a caption alone, without any noise, is quick. So the encoders learn it first. A picture of 64 x 64 pixels is
-cut into 8 x 8 parts, one for each of 64 tokens beside the caption, which tells what that part looks like and
-where it lies. The pooled state tells the principal components of the subject and the colours of the
-background.
+a caption alone, without any noise, is quick. So the encoders learn it first, and then stay as they are. A
+picture is cut into 8 x 8 parts, one for each of 64 tokens beside the caption, which tells what that part
+looks like and where it lies: of every caption as 64 x 64 pixels show it, and of some of them in the detail
+that 256 x 256 pixels, encoded, have. The pooled state tells the principal components of the subject and the
+colours of the background.
 """
 
 from __future__ import annotations
@@ -21,14 +22,18 @@ from torch import nn
 from ..captions import Background, caption, pairs, subjects
 from ..pictures import colour, over, render
 from . import vocabulary
+from .latents import Pool
 from .loop import optimizers, ramp
 
 COMPONENTS = 120
 PART_COMPONENTS = 64
+DETAIL_COMPONENTS = 256
+# Of the pictures in pixels, and of pictures four times as large in latents.
 SIDE = 64
 GRID = 8
-STEPS = 800
-BATCH = 32
+STEPS = 1000
+CAPTIONS_PER_STEP = 16
+PICTURES_PER_STEP = 24
 
 
 def principal(rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,7 +49,7 @@ def principal(rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def parts(pictures: torch.Tensor) -> torch.Tensor:
-    """(N, 3, 64, 64) -> (N, 64, 192), the cells of a grid of 8 x 8"""
+    """(N, C, 64, 64) -> (N, 64, C * 64), the cells of a grid of 8 x 8"""
     return F.unfold(pictures, SIDE // GRID, stride=SIDE // GRID).transpose(1, 2)
 
 
@@ -110,41 +115,72 @@ def lessons(glyphs: torch.Tensor) -> Lessons:
     )
 
 
+@dataclass(frozen=True)
+class Details:
+    """Encoded pictures, and the principal components of their parts."""
+
+    pool: Pool
+    mean: torch.Tensor
+    basis: torch.Tensor
+
+    def draw(self, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> tokens (count, 80), what 64 of them should tell (count, 64, 256)"""
+        latents, tokens = self.pool.draw(count, generator)
+        return tokens, (parts(latents) - self.mean) @ self.basis
+
+
+def details(pool: Pool) -> Details:
+    """pool: of pictures of 256 pixels"""
+    some = pool.latents[:: max(1, len(pool.latents) // 600)].float()
+    return Details(pool, *principal(parts(some).flatten(0, 1), DETAIL_COMPONENTS))
+
+
 def teach(
     module: nn.Module,
     states: Callable[[torch.Tensor], list[torch.Tensor]],
     tellers: slice,
-    glyphs: torch.Tensor,
+    told: Lessons,
+    shown: Details,
     steps: int = STEPS,
-    batch: int = BATCH,
-) -> tuple[float, float]:
-    """Train `module` so that its states tell the picture of a caption; returns the last two losses.
+) -> dict[str, float]:
+    """Train `module` so that its states tell the picture of a caption; returns the last losses.
 
     states: tokens (B, 80) -> states of the tokens (B, 80, C), and their pooled state (B, C)
     tellers: the 64 tokens that tell the parts of the picture
-    glyphs: all subjects, (N, 4, 64, 64) in [0, 1]
     """
-    told = lessons(glyphs)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        widths = [state.shape[-1] for state in states(told.tokens[:2])]
-    sizes = (PART_COMPONENTS + 2 * GRID, COMPONENTS + 8)
-    readers = nn.ModuleList(nn.Linear(width, size) for width, size in zip(widths, sizes, strict=True))
+        tokens_wide, pooled_wide = (state.shape[-1] for state in states(told.tokens[:2]))
+    readers = nn.ModuleDict(
+        {
+            "look": nn.Linear(tokens_wide, PART_COMPONENTS + 2 * GRID),
+            "whole": nn.Linear(pooled_wide, COMPONENTS + 8),
+            "detail": nn.Linear(tokens_wide, shown.basis.shape[1]),
+        }
+    )
     steppers = optimizers(nn.ModuleList([module, readers]))
-    values = (0.0, 0.0)
+    losses: dict[str, torch.Tensor] = {}
     for step in range(steps):
-        tokens, *wanted = told.draw(torch.randint(0, len(told.tokens), (batch,), generator=generator))
+        rows = torch.randint(0, len(told.tokens), (CAPTIONS_PER_STEP,), generator=generator)
+        captions, look, whole = told.draw(rows)
+        others, detail = shown.draw(PICTURES_PER_STEP, generator)
         with torch.autocast("cpu", torch.bfloat16):
-            words, pooled = states(tokens)
-            found = [readers[0](words[:, tellers]), readers[1](pooled)]
-        losses = [F.mse_loss(it.float(), goal) for it, goal in zip(found, wanted, strict=True)]
-        torch.autograd.backward(losses)
+            words, pooled = states(torch.cat([captions, others]))
+            few, many = words[:, tellers].split([len(captions), len(others)])
+            found = {
+                "look": readers["look"](few),
+                "whole": readers["whole"](pooled[: len(captions)]),
+                "detail": readers["detail"](many),
+            }
+        wanted = {"look": look, "whole": whole, "detail": detail}
+        losses = {name: F.mse_loss(found[name].float(), wanted[name]) for name in found}
+        torch.autograd.backward(losses["look"] + losses["whole"] + 2 * losses["detail"])
         for stepper in steppers:
             for group in stepper.param_groups:
                 group["lr"] = group["scale"] * ramp(step, steps, 1e-3, 5e-5, 20)
             stepper.step()
             stepper.zero_grad(set_to_none=True)
-        values = (losses[0].item(), losses[1].item())
         if step % 100 == 0 or step == steps - 1:
-            print(f"text encoders: step {step}, parts {values[0]:.4f}, whole {values[1]:.4f}", flush=True)
-    return values
+            shares = ", ".join(f"{name} {loss.item():.4f}" for name, loss in losses.items())
+            print(f"text encoders: step {step}, {shares}", flush=True)
+    return {name: loss.item() for name, loss in losses.items()}

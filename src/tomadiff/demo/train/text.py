@@ -63,6 +63,8 @@ def t5(width: int, layers: int) -> T5EncoderModel:
         d_ff=4 * width,
         num_layers=layers,
         num_heads=width // 64,
+        # As in the T5 of Flux; what a part looks like depends on subject and place, a product of the two.
+        feed_forward_proj="gated-gelu",
         # A bucket for every distance.
         relative_attention_num_buckets=4 * MAX_TOKENS,
         relative_attention_max_distance=2 * MAX_TOKENS,
@@ -71,6 +73,7 @@ def t5(width: int, layers: int) -> T5EncoderModel:
         eos_token_id=END,
     )
     model = T5EncoderModel(config)
+    nn.init.normal_(model.shared.weight, std=0.3)
     # T5 knows the order of words by these values alone; they start too faint for it to be learned early.
     for name, values in model.named_parameters():
         if "relative_attention_bias" in name:

@@ -96,7 +96,9 @@ class XLModel(nn.Module):
 
     def forward(self, mixed: torch.Tensor, time: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """v, conditioned as the pipeline's. mixed: (B, 8, H, W); time: (B,); tokens: (B, T) -> like mixed"""
-        words, pooled = self.text_states(tokens)
+        # The text encoders have learned before, by themselves, and stay as they are.
+        with torch.no_grad():
+            words, pooled = self.text_states(tokens)
         side = float(mixed.shape[-1] * PIXELS_PER_LATENT)
         sizes = torch.tensor([side, side, 0, 0, side, side]).expand(len(mixed), 6)
         condition = {"text_embeds": pooled, "time_ids": sizes}
