@@ -25,7 +25,7 @@ app = typer.Typer(
 def demo(
     prompt: Annotated[
         str, typer.Option(help="A subject and a background; `tomadiff demo --list` shows all.")
-    ] = "tiger face on a blue background",
+    ] = "popcorn on a green background",
     model: Annotated[list[str] | None, typer.Option(help="Only this model. May be given twice.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps of each picture.")] = 25,
     rounds: Annotated[int, typer.Option(min=1, help="How often each ratio is timed, in turns.")] = 2,
