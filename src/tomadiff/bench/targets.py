@@ -263,7 +263,7 @@ def build(name: str, steps: int = 25, size: int | None = None) -> Target:
     name with a slash, is a pipeline that draws whole pictures, of `steps` steps and `size` pixels.
     """
     if name in models.CALL:
-        arguments = models.CALL[name] | {"prompt": "tiger face on a blue background"}
+        arguments = models.CALL[name] | {"prompt": "popcorn on a green background"}
         return _generation(name, models.load(name), arguments, steps, size)
     if "/" in name or Path(name).is_dir():
         pipe = DiffusionPipeline.from_pretrained(name)

@@ -1,6 +1,6 @@
 """Train one of the two denoisers on encoded pictures.
 
-python -m tomadiff.demo.train.denoiser --model emoji-flux --out runs --until 6000
+python -m tomadiff.demo.train.denoiser --model emoji-flux --out runs
 """
 
 from __future__ import annotations

@@ -25,14 +25,14 @@ EMPTY_CAPTION_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Pool:
-    """latents: (N, 8, S, S) float16; tokens: (N, 16) int64; the first `plain` rows have plain backgrounds."""
+    """latents: (N, 8, S, S) float16; tokens: (N, 80) int64; the first `plain` rows have plain backgrounds."""
 
     latents: torch.Tensor
     tokens: torch.Tensor
     plain: int
 
     def draw(self, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """A batch, half of it plain; one caption in ten is empty. -> (count, 8, S, S) float32, (count, 16)"""
+        """A batch, half of it plain; one caption in ten is empty. -> (count, 8, S, S) float32, (count, 80)"""
         half = count // 2
         plain = torch.randint(0, self.plain, (half,), generator=generator)
         others = torch.randint(self.plain, len(self.latents), (count - half,), generator=generator)
