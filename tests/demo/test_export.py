@@ -16,7 +16,7 @@ def tiny(name: str) -> FluxModel | XLModel:
     torch.manual_seed(0)
     if name == "emoji-flux":
         return FluxModel(heads=1, dual_blocks=1, single_blocks=1, text_layers=1)
-    return XLModel(channels=(16, 32, 32, 32), heads=(1,) * 4, transformer_layers=(1,) * 4, text_layers=2)
+    return XLModel(channels=(16, 32, 32, 32, 32), heads=(1,) * 5, transformer_layers=(1,) * 5, text_layers=2)
 
 
 @pytest.mark.parametrize(

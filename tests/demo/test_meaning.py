@@ -71,7 +71,7 @@ def test_text_encoders_learn_what_captions_look_like():
     told, shown = meaning.lessons(glyphs()), meaning.details(encoded())
     for model in (
         FluxModel(heads=1, dual_blocks=1, single_blocks=1, text_layers=1),
-        XLModel(channels=(16, 32, 32, 32), heads=(1,) * 4, transformer_layers=(1,) * 4, text_layers=2),
+        XLModel(channels=(16, 32, 32, 32, 32), heads=(1,) * 5, transformer_layers=(1,) * 5, text_layers=2),
     ):
         before = {name: value.clone() for name, value in model.named_parameters()}
         first, last = (

@@ -28,7 +28,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
     "emoji-xl": (
         Stage(64, 900, 32, 1e-3, 3e-4, 50),
         Stage(128, 300, 16, 6e-4, 3e-4, 20),
-        Stage(256, 700, 6, 3e-4, 1e-5, 20),
+        Stage(256, 1500, 6, 6e-4, 1e-5, 20),
     ),
 }
 
@@ -36,11 +36,11 @@ STAGES: dict[str, tuple[Stage, ...]] = {
 # and shape are learned at 64 pixels, detail at 256; a UNet has to learn anew at each size what belongs where.
 HIGH_NOISE_SHARE = {
     "emoji-flux": {16: 0.5, 32: 0.3, 64: 0.2},
-    "emoji-xl": {16: 0.5, 32: 0.4, 64: 0.25},
+    "emoji-xl": {16: 0.5, 32: 0.4, 64: 0.35},
 }
 
 # Which model is trained up to which step, one after the other.
-PLAN: tuple[tuple[str, int], ...] = (("emoji-flux", 2100), ("emoji-xl", 1900))
+PLAN: tuple[tuple[str, int], ...] = (("emoji-flux", 2100), ("emoji-xl", 2700))
 
 
 def locate(stages: tuple[Stage, ...], step: int) -> tuple[Stage, int]:

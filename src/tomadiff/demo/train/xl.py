@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
 from torch import nn
 
 from ..models import CALL
-from . import text, vocabulary
+from . import meaning, text, vocabulary
 from .stages import HIGH_NOISE_SHARE
 
 PIXELS_PER_LATENT = 4
 HIGH_NOISE = 750
+HEAD = 64
+# What not finding places, and not knowing the picture at each level, weigh in the loss.
+PLACES = 0.03
+PICTURE = 0.3
 GUIDANCE: float = CALL["emoji-xl"]["guidance_scale"]
 
 
@@ -39,6 +46,77 @@ def draw_times(count: int, share: float, generator: torch.Generator) -> torch.Te
     return torch.where(torch.rand(count, generator=generator) < share, high, usual)
 
 
+class Watch:
+    """What the blocks on the way up look for in the caption, and what they know of the picture.
+
+    Nothing in a UNet tells a place where it lies but the padding of the convolutions around it. While it does
+    not know, it cannot read what the caption's tokens tell part by part; and what it read, it has to unpack
+    from level to level. Learned from the finished picture alone that takes very long. Asked for at each
+    level, it takes some hundred steps.
+    """
+
+    def __init__(self) -> None:
+        self.queries: list[torch.Tensor] = []
+        self.keys: list[torch.Tensor] = []
+        self.features: list[torch.Tensor] = []
+
+    def places(self) -> torch.Tensor:
+        """How well the first head of each cross-attention finds the tokens that tell about its places: mean
+        cross-entropy, a scalar; 4.4 is chance."""
+        watched = zip(self.queries, self.keys, strict=True)
+        # A place that is larger than a part has no one part to look for.
+        return torch.stack(
+            [_places(*pair) for pair in watched if pair[0].shape[1] >= vocabulary.PARTS]
+        ).mean()
+
+    def picture(self, latents: torch.Tensor, readers: nn.ModuleList) -> torch.Tensor:
+        """How well a linear reading of each level tells the latents without noise: mean squared error, a
+        scalar. latents: (B, 8, H, W)"""
+        return torch.stack(
+            [
+                F.mse_loss(
+                    reader(features).float(),
+                    F.pixel_unshuffle(latents, latents.shape[-1] // features.shape[-1]),
+                )
+                for reader, features in zip(readers, self.features, strict=True)
+            ]
+        ).mean()
+
+
+def _places(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """queries: (B, N, C) of a square grid, keys: (B, T, C)"""
+    scores = queries[..., :HEAD].float() @ keys[..., :HEAD].float().mT / HEAD**0.5
+    side = int(queries.shape[1] ** 0.5)
+    row = torch.arange(side) * meaning.GRID // side
+    part = (meaning.GRID * row[:, None] + row).flatten() + keys.shape[1] - vocabulary.PARTS
+    return F.cross_entropy(scores.flatten(0, 1), part.repeat(len(queries)))
+
+
+@contextmanager
+def watch(unet: UNet2DConditionModel) -> Iterator[Watch]:
+    """Watch the way up in one call of the UNet."""
+    seen = Watch()
+    handles = []
+    for name, module in unet.up_blocks.named_modules():
+        if name.endswith("attn2"):
+            handles.append(module.to_q.register_forward_hook(lambda *call: seen.queries.append(call[-1])))
+            handles.append(module.to_k.register_forward_hook(lambda *call: seen.keys.append(call[-1])))
+    for block in _attentive(unet):
+        handles.append(
+            block.attentions[-1].register_forward_hook(lambda *call: seen.features.append(call[-1][0]))
+        )
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _attentive(unet: UNet2DConditionModel) -> list[nn.Module]:
+    """The blocks with attention on the way up, from coarse to fine."""
+    return [block for block in unet.up_blocks if hasattr(block, "attentions")]
+
+
 class XLModel(nn.Module):
     """Everything of the pipeline that is trained."""
 
@@ -47,9 +125,9 @@ class XLModel(nn.Module):
 
     def __init__(
         self,
-        channels: tuple[int, int, int, int] = (48, 128, 192, 128),
-        heads: tuple[int, int, int, int] = (1, 2, 3, 2),
-        transformer_layers: tuple[int, int, int, int] = (1, 2, 2, 1),
+        channels: tuple[int, ...] = (48, 128, 192, 128, 128),
+        heads: tuple[int, ...] = (1, 2, 3, 2, 2),
+        transformer_layers: tuple[int, ...] = (1, 1, 2, 1, 1),
         text_layers: int = 4,
     ) -> None:
         super().__init__()
@@ -58,10 +136,10 @@ class XLModel(nn.Module):
             sample_size=64,
             in_channels=8,
             out_channels=8,
-            # One level more than SDXL's three, so that every place of the lowest is near an edge: a UNet
-            # knows places by the padding of its convolutions alone.
-            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
-            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+            # Two levels more than SDXL's three, so that every place of the lowest, 4 x 4, is near an edge: a
+            # UNet knows places by the padding of its convolutions alone.
+            down_block_types=("DownBlock2D", *3 * ("CrossAttnDownBlock2D",), "DownBlock2D"),
+            up_block_types=("UpBlock2D", *3 * ("CrossAttnUpBlock2D",), "UpBlock2D"),
             block_out_channels=channels,
             layers_per_block=1,
             transformer_layers_per_block=transformer_layers,
@@ -77,6 +155,12 @@ class XLModel(nn.Module):
         self.text_encoder = text.clip(text_layers)
         self.text_encoder_2 = text.clip_with_projection(text_layers)
         self.scheduler = scheduler()
+        # From the features of a level to the latents below each of its places; for training only.
+        scales = [2 ** (len(channels) - 2 - index) for index in range(len(_attentive(self.unet)))]
+        self.readers = nn.ModuleList(
+            nn.Conv2d(width, 8 * scale**2, 1)
+            for scale, width in zip(scales, reversed(channels[1:-1]), strict=True)
+        )
 
     def text_states(self, tokens: torch.Tensor) -> list[torch.Tensor]:
         """What the UNet gets of a caption. tokens: (B, T) -> (B, T, C), (B, C)"""
@@ -88,11 +172,14 @@ class XLModel(nn.Module):
     def loss(
         self, latents: torch.Tensor, tokens: torch.Tensor, step: int, generator: torch.Generator
     ) -> torch.Tensor:
-        """Mean squared error of v. latents: (B, 8, H, W); tokens: (B, T)"""
+        """Mean squared error of v, and what is asked on the way up. latents: (B, 8, H, W); tokens: (B, T)"""
         noise = torch.randn(latents.shape, generator=generator)
         time = draw_times(len(latents), HIGH_NOISE_SHARE["emoji-xl"][latents.shape[-1]], generator)
         mixed = self.scheduler.add_noise(latents, noise, time).to(memory_format=torch.channels_last)
-        return F.mse_loss(self(mixed, time, tokens), self.scheduler.get_velocity(latents, noise, time))
+        with watch(self.unet) as seen:
+            v = self(mixed, time, tokens)
+        error = F.mse_loss(v, self.scheduler.get_velocity(latents, noise, time))
+        return error + PLACES * seen.places() + PICTURE * seen.picture(latents, self.readers)
 
     def forward(self, mixed: torch.Tensor, time: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """v, conditioned as the pipeline's. mixed: (B, 8, H, W); time: (B,); tokens: (B, T) -> like mixed"""
