@@ -47,9 +47,9 @@ def test_counts_fall_with_the_ratio_and_stay_above_the_ceiling(measured):
 def test_toma_is_charged_for_its_plans_over_a_generation():
     target = targets.build("small")
     toma, tome = versus.entries(target, ("toma", "tome"), (0.5,))
-    # 50 steps: 5 new plans, 5 more times new weights, shared by 10 blocks.
+    # 50 steps: 9 new plans, 16 more times new weights, shared by 10 blocks.
     one = {"select": 11.0, "weights": 6.0, "reuse": 1.0}
-    assert toma.charged(one) == pytest.approx(1 + (5 * 10 + 5 * 5) / 50 / 10)
+    assert toma.charged(one) == pytest.approx(1 + (9 * 10 + 16 * 5) / 50 / 10)
     assert tome.charged({"select": 3.0}) == 3.0  # plans in every call, for itself
     assert tome.kinds == ("select",)
     assert toma.kinds == ("select", "reuse", "weights")

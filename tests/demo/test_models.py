@@ -25,8 +25,8 @@ def pipe(name: str) -> DiffusionPipeline:
     return load(name)
 
 
-def test_flux_is_here():
-    assert "emoji-flux" in available()
+def test_both_are_here():
+    assert set(available()) == set(CALL)
 
 
 def test_weights_are_small_and_in_float16(name: str):

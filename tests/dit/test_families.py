@@ -126,7 +126,7 @@ def test_defaults_follow_the_paper(main_family):
     model, _ = main_family
     config = tomadiff.MergeConfig.from_json(tomadiff.summary(tomadiff_default(model), show=False)["config"])
     assert config.select_every == config.weights_every == 1
-    assert config.share
+    assert config.share != "block"
     assert config.skip_first > 0
 
 

@@ -24,7 +24,7 @@ def small(name: str, **changes):
 def test_methods_work_on_every_family(family, name):
     model, inputs = family
     expected = run(model, inputs(batch=2))
-    for changes in ({}, {"proportional": True}, {"share": True, "select_every": 2, "weights_every": 1}):
+    for changes in ({}, {"proportional": True}, {"share": "kind", "select_every": 2, "weights_every": 1}):
         tomadiff.apply(model, config=small(name, **changes))
         got = run(model, inputs(batch=2))
         assert got.shape == expected.shape
@@ -204,7 +204,7 @@ def test_todo_refuses_fused_projections(main_family):
 
 
 def test_tofu_prunes_the_dual_and_merges_the_single_blocks_of_a_balanced_flux():
-    model = tomadiff.apply(make_flux(dual=2, single=2), config=small("tofu", share=True))
+    model = tomadiff.apply(make_flux(dual=2, single=2), config=small("tofu", share="kind"))
     variants = {(group.kind, group.variant) for group in session_of(model).groups.values()}
     assert variants == {("dual", "prune"), ("single", "merge")}
 

@@ -129,7 +129,7 @@ def test_no_random_numbers_are_taken_from_anyone(unet, config, inputs):
 @torch.no_grad()
 def test_all_knobs_of_reuse_and_mode_work(unet, config, inputs):
     text = inputs(16, 16)[2]
-    for changes in ({"mode": "once"}, {"share": True, "select_every": 4, "weights_every": 2}):
+    for changes in ({"mode": "once"}, {"share": "kind", "select_every": 4, "weights_every": 2}):
         apply(unet, config=config.replace(proportional=True, **changes))
         for step, timestep in enumerate((900, 700, 500, 300, 100)):
             out = unet(inputs(16, 16, seed=step)[0], timestep, text).sample

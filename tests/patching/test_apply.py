@@ -3,6 +3,7 @@ import threading
 
 import pytest
 import torch
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import nn
 
 import tomadiff
@@ -198,30 +199,29 @@ def test_a_tile_that_does_not_fit_is_visible(unet, text):
 
 
 def test_reuse_follows_the_schedule_of_the_paper(unet, text):
-    """50 steps, destinations every 10, weights every 5: 5 selections and 10 sets of weights, shared by all
-    blocks."""
+    """50 steps, destinations every 10, weights every 5: 5 selections and 10 sets of weights."""
     tomadiff.apply(unet, config=tomadiff.preset("paper-tile"))
     run(unet, text, timesteps=range(981, 0, -20))
     for row in blocks(unet):
         assert (row["selected"], row["weighed"], row["reused"]) == (5, 10, 40)
 
 
-def test_plans_are_really_made_that_often_and_shared(unet, text, monkeypatch):
+def test_plans_are_really_made_that_often_and_shared(make_unet, text, monkeypatch):
     from tomadiff.methods.toma import ToMA
 
+    unet = make_unet(transformer_layers_per_block=3)
+    stacks = sum(isinstance(module, Transformer2DModel) for module in unet.modules())
     made = []
     for name in ("plan", "weigh"):
         original = getattr(ToMA, name)
         monkeypatch.setattr(
             ToMA, name, lambda *args, name=name, original=original: (made.append(name), original(*args))[1]
         )
-    tomadiff.apply(unet, config=tomadiff.preset("paper-tile"))
-    run(unet, text, timesteps=range(981, 0, -20))
-    assert (made.count("plan"), made.count("weigh")) == (5, 10)
-    made.clear()
-    tomadiff.apply(unet, config=tomadiff.preset("paper-tile", share=False))
-    run(unet, text, timesteps=range(981, 0, -20))
-    assert made.count("plan") == 5 * len(blocks(unet))
+    for share, plans in (("kind", 1), ("stack", stacks), ("block", 3 * stacks)):
+        made.clear()
+        tomadiff.apply(unet, config=tomadiff.preset("paper-tile", share=share))
+        run(unet, text, timesteps=range(981, 0, -20))
+        assert (made.count("plan"), made.count("weigh")) == (5 * plans, 10 * plans)
 
 
 def test_reuse_and_planning_anew_differ_but_each_is_deterministic(unet, text):
@@ -279,10 +279,12 @@ def test_as_many_destinations_as_tokens_changes_nothing(unet, text, mode):
         {"unmerge": "ridge"},
         {"modules": ("ff",)},
         {"merge_region": "global"},
-        {"share": False},
+        {"share": "kind"},
+        {"share": "block"},
     ],
 )
-def test_every_knob_runs_and_matters(unet, text, changes):
+def test_every_knob_runs_and_matters(make_unet, text, changes):
+    unet = make_unet(transformer_layers_per_block=2)
     with tomadiff.merged(unet, config=MergeConfig()):
         usual = run(unet, text, (24, 40), timesteps=(900, 800))
     with tomadiff.merged(unet, config=MergeConfig(**changes)):
@@ -309,7 +311,8 @@ def test_proportional_attention_makes_duplicated_tokens_exact(make_unet, text):
             with tomadiff.merged(unet, config=config):
                 session = session_of(unet)
                 session.enter(unet, (torch.zeros(1, 4, 16, 16), 900, text), {})
-                session.plan("level 1", x)
+                (group,) = session.groups
+                session.plan(group, x)
                 results[proportional] = attention(x)
                 session.exit(unet, (), {}, None)
     assert torch.allclose(results[True], expected, atol=1e-5)
@@ -410,7 +413,8 @@ def test_attention_with_a_mask_over_the_picture_runs_unmerged_and_in_its_order(u
         with tomadiff.merged(unet, config=config):
             session = session_of(unet)
             session.enter(unet, (torch.zeros(1, 4, 32, 48), 900, text), {})
-            assert session.clock.current.layouts["level 1"].order is not None
+            (layout,) = session.clock.current.layouts.values()
+            assert layout.order is not None
             result = block(x, encoder_hidden_states=text, **masked)
             without = block(x, encoder_hidden_states=text)
             session.exit(unet, (), {}, None)

@@ -234,10 +234,11 @@ def _as_tensor(timestep: Callable[[int], float]) -> Callable[[int], torch.Tensor
     return lambda step: torch.tensor([timestep(step)])
 
 
-# In SDXL 10 blocks see 64 x 64 tokens and 60 see 32 x 32; Flux has 19 dual- and 38 single-stream blocks.
+# In SDXL stacks of 2 blocks see 64 x 64 tokens, of 10 blocks 32 x 32; Flux has 19 dual- and 38 single-stream
+# blocks.
 TARGETS: dict[str, Callable[[str], Target]] = {
-    "sdxl-block-64": lambda name: _sdxl_block(name, 64, 640, 10),
-    "sdxl-block-32": lambda name: _sdxl_block(name, 32, 1280, 60),
+    "sdxl-block-64": lambda name: _sdxl_block(name, 64, 640, 2),
+    "sdxl-block-32": lambda name: _sdxl_block(name, 32, 1280, 10),
     "sdxl": _sdxl,
     "flux-dual": lambda name: _flux(name, 1, 0, 19),
     "flux-single": lambda name: _flux(name, 0, 1, 38),
@@ -276,5 +277,5 @@ def build(name: str, steps: int = 25, size: int | None = None) -> Target:
         torch.manual_seed(0)
         if other is None:
             return TARGETS[name](name)
-        # As many blocks share a plan in a UNet of Stable Diffusion 1, at every level but the last.
-        return _sdxl_block(name, int(other[1]), int(other[2]), 5)
+        # In a UNet of Stable Diffusion 1 there is a convolution between any two blocks.
+        return _sdxl_block(name, int(other[1]), int(other[2]), 1)

@@ -107,7 +107,7 @@ def entries(
             config = target.settings("none" if method == TOMESD else method, ratio)
             if method == "toma":
                 config = config.replace(**changes or {})
-            shared = target.shared_by if config.share else 1
+            shared = 1 if config.share == "block" else target.shared_by
             found.append(
                 Measurement(
                     target.name,

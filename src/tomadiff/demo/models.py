@@ -14,7 +14,7 @@ WEIGHTS = Path(__file__).parent / "weights"
 # What each pipeline is called with beside the prompt.
 CALL: dict[str, dict[str, Any]] = {
     "emoji-flux": {"height": 256, "width": 256, "num_inference_steps": 25, "max_sequence_length": 80},
-    "emoji-xl": {"height": 256, "width": 256, "num_inference_steps": 25, "guidance_scale": 2.0},
+    "emoji-xl": {"height": 256, "width": 256, "num_inference_steps": 25, "guidance_scale": 1.0},
 }
 
 

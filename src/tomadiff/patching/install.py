@@ -90,10 +90,11 @@ def _hook_again(model: nn.Module, session: Session) -> None:
     hook(model, session)
 
 
-def _group_name(block: Block, ratio: float | None, share: bool, variant: str) -> str:
+def _group_name(block: Block, ratio: float | None, share: str, variant: str) -> str:
     parts = [block.kind]
-    if not share:
-        parts.append(block.name)
+    within = {"kind": "", "stack": block.stack, "block": block.name}[share]
+    if within:
+        parts.append(within)
     if ratio is not None:
         parts.append(f"at {ratio}")
     if variant:

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
 from torch import nn
 
-from ..models import CALL
 from . import meaning, text, vocabulary
 from .stages import HIGH_NOISE_SHARE
 
@@ -20,7 +19,6 @@ HEAD = 64
 # What not finding places, and not knowing the picture at each level, weigh in the loss.
 PLACES = 0.03
 PICTURE = 0.3
-GUIDANCE: float = CALL["emoji-xl"]["guidance_scale"]
 
 
 def scheduler() -> DDIMScheduler:
@@ -194,14 +192,14 @@ class XLModel(nn.Module):
 
     @torch.no_grad()
     def sample(self, captions: list[str], side: int, steps: int, generator: torch.Generator) -> torch.Tensor:
-        """DDIM from noise, with guidance. -> latents (B, 8, side, side)"""
+        """DDIM from noise, without guidance. -> latents (B, 8, side, side)"""
         sampler = scheduler()
         sampler.set_timesteps(steps)
-        tokens = vocabulary.encode([""] * len(captions) + captions)
+        tokens = vocabulary.encode(captions)
         latents = torch.randn(len(captions), 8, side, side, generator=generator)
         for time in sampler.timesteps:
-            empty, told = self(latents.repeat(2, 1, 1, 1), time.expand(len(tokens)), tokens).chunk(2)
-            latents = sampler.step(torch.lerp(empty, told, GUIDANCE), time, latents).prev_sample
+            v = self(latents, time.expand(len(tokens)), tokens)
+            latents = sampler.step(v, time, latents).prev_sample
         return latents
 
     def pipeline(self, vae: AutoencoderKL) -> StableDiffusionXLPipeline:

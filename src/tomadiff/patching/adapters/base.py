@@ -34,9 +34,10 @@ class Site:
 
 @dataclass(frozen=True)
 class Block:
-    """A transformer block. Blocks of one `kind` see the same token grid at the same width and can share
-    plans; a plan is made from the hidden states that enter `module`.
+    """A transformer block. Blocks of one `kind` see the same token grid at the same width; a plan is made
+    from the hidden states that enter `module`.
 
+    stack: the name of a run of blocks of one kind with nothing between them
     sites: where it merges in mode "each"; once: where it merges in mode "once"
     keys: where a method that reduces keys and values alone does that, if not at the sites of self-attention
     """
@@ -47,6 +48,7 @@ class Block:
     sites: tuple[Site, ...]
     once: Site
     keys: Site | None = None
+    stack: str = ""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class UNetAdapter(Adapter):
 
     def blocks(self) -> list[Block]:
         return [
-            unet_block(f"{name}.transformer_blocks.{index}", module, self._kind(name))
+            unet_block(f"{name}.transformer_blocks.{index}", module, self._kind(name), name)
             for name, transformer in self._transformers.items()
             for index, module in enumerate(transformer.transformer_blocks)
             if isinstance(module, BasicTransformerBlock)
@@ -76,7 +76,7 @@ class UNetAdapter(Adapter):
         return f"level {level}"
 
 
-def unet_block(name: str, block: BasicTransformerBlock, kind: str) -> Block:
+def unet_block(name: str, block: BasicTransformerBlock, kind: str, stack: str = "") -> Block:
     # Some upscalers attend to the text twice instead of to the picture.
     part, hook = ("cross", CROSS_ATTENTION) if block.only_cross_attention else ("self", MergeSelfAttention)
     sites = [Site(part, f"{name}.attn1", ((block.attn1, hook),))]
@@ -85,4 +85,4 @@ def unet_block(name: str, block: BasicTransformerBlock, kind: str) -> Block:
     sites.append(Site("ff", f"{name}.ff", ((block.ff, MergeAround),)))
     weigh = () if block.only_cross_attention else ((block.attn1, WeighKeys),)
     once = Site("block", name, ((block, MergeOnce), *weigh))
-    return Block(name, block, kind, tuple(sites), once)
+    return Block(name, block, kind, tuple(sites), once, stack=stack)
