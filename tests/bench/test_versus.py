@@ -193,9 +193,9 @@ def test_the_real_targets_run(name):
 
 def test_a_pipeline_by_path_is_timed_over_whole_pictures(tmp_path):
     shapes.small_sdxl_pipeline().save_pretrained(tmp_path)
-    target = targets.build(str(tmp_path), steps=2, size=128)
+    target = targets.build(str(tmp_path), steps=2, size=256)
     # The pipeline of shapes has no text encoders: it is called with embeddings.
-    target.arguments = shapes.small_sdxl_prompt() | {"height": 128, "width": 128, "num_inference_steps": 2}
+    target.arguments = shapes.small_sdxl_prompt() | {"height": 256, "width": 256, "num_inference_steps": 2}
     measurements = versus.entries(target, ("none", "free", "toma", "tome"), (0.5,))
     versus.run(target, measurements, rounds=1)
     flops = {m.method: m.flops for m in measurements}

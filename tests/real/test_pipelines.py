@@ -42,8 +42,8 @@ def test_11_every_pipeline_runs_and_ratio_0_and_removal_are_bit_identical(pipeli
 def test_every_attention_level_merges_by_default(pipeline, generate):
     pipe = pipeline("sdxl")
     tomadiff.apply(pipe, 0.5)
-    generate(pipe, "sdxl", size=(64, 64))
-    assert set(tokens(pipe)) == {(256, 128), (64, 32)}
+    generate(pipe, "sdxl", size=(128, 128))
+    assert set(tokens(pipe)) == {(1024, 512), (256, 128)}
     pipe = pipeline("sd")
     tomadiff.apply(pipe, 0.5)
     generate(pipe, "sd", size=(64, 64))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -110,7 +111,7 @@ def watch(unet: UNet2DConditionModel) -> Iterator[Watch]:
             handle.remove()
 
 
-def _attentive(unet: UNet2DConditionModel) -> list[nn.Module]:
+def _attentive(unet: UNet2DConditionModel) -> list[Any]:
     """The blocks with attention on the way up, from coarse to fine."""
     return [block for block in unet.up_blocks if hasattr(block, "attentions")]
 
