@@ -101,3 +101,19 @@ def test_command_writes_table_and_sheet(tmp_path: Path, monkeypatch: pytest.Monk
     report = json.loads((tmp_path / "q.json").read_text())
     assert [row["name"] for row in report["rows"]] == ["unmerged", "ToMe", "ToMA"]
     assert (tmp_path / "q.png").stat().st_size > 1000
+
+
+def test_command_runs_only_what_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    more = [*ENTRIES, Entry("never", 0.5, ENTRIES[0].make, ENTRIES[0].key)]
+    monkeypatch.setattr(compare, "reported", lambda family: more)
+    call = ["compare", "--model", "emoji-flux", "--work", str(tmp_path), "--prompts", "1", "--seeds", "1"]
+    monkeypatch.setattr("sys.argv", [*call, "--steps", "1", "--only", "nothing"])
+    with pytest.raises(SystemExit):
+        compare.main()
+    assert "no entries ['nothing']; there are ['ToMe', 'ToMA', 'never']" in capsys.readouterr().err
+    written = tmp_path / "q.json"
+    monkeypatch.setattr("sys.argv", [*call, "--steps", "1", "--only", "ToMA", "--json", str(written)])
+    compare.main()
+    assert [row["name"] for row in json.loads(written.read_text())["rows"]] == ["unmerged", "ToMe", "ToMA"]

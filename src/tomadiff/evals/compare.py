@@ -200,6 +200,7 @@ def main() -> None:
         nargs="+",
         help="of ToMe, whose cost all others are given; default: 0.25 0.5 0.75, for settings 0.5 alone",
     )
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these, and those that set the cost")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=25)
@@ -211,6 +212,11 @@ def main() -> None:
     settings = options.what == "settings"
     listed = changed if settings else reported
     entries = listed(family, tuple(options.ratios)) if options.ratios else listed(family)
+    if options.only:
+        names = [entry.name for entry in entries]
+        if strange := sorted(set(options.only) - set(names)):
+            parser.error(f"no entries {strange}; there are {list(dict.fromkeys(names))}")
+        entries = [entry for entry in entries if entry.costs_as is None or entry.name in options.only]
     comparison = Comparison(
         options.model,
         options.prompts,
