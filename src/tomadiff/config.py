@@ -51,8 +51,8 @@ class MergeConfig:
             merged key stands for several tokens.
         mode: "each" merges and unmerges around every module, "once" around the whole block.
         select_every, weights_every: choose new destinations, and new weights for them, every so many steps.
-        share: which blocks share a plan: those of a "kind" (same resolution and width), those of a "stack"
-            (of a kind, with nothing between them; a UNet's convolutions are), or none ("block").
+        share: which blocks share a plan: all of a "kind" (same resolution and width), those of a "stack" (of
+            a kind, one behind the other; a convolution ends a UNet's), or each "block" has its own.
         min_tokens: leave blocks with fewer tokens alone: there is nothing to gain.
         seed: of the random destinations of tome and tofu, which change from step to step and are the same
             for the whole batch; None takes the top left token of each cell.
