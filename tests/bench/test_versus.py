@@ -67,7 +67,19 @@ def test_rows_compare_with_none_and_the_ceiling(measured):
     assert rows[0]["speed_up"] == pytest.approx(1)
     free = next(row for row in rows if row["method"] == "free")
     assert free["share_of_ceiling"] == pytest.approx(1)
+    assert free["share_spread"] == 0
     assert all(row["peak_memory"] > 0 for row in rows)
+
+
+def test_a_share_of_the_ceiling_is_taken_round_by_round():
+    none, free, toma = versus.entries(targets.build("small"), ("none", "free", "toma"), (0.5,))
+    for drift in (1.0, 5.0, 2.0):
+        none.rounds.append({"select": 9.0})
+        free.rounds.append({"select": 3.0 * drift})
+        toma.rounds.append({"select": 4.0 * drift, "weights": 4.0 * drift, "reuse": 4.0 * drift})
+    row = report.rows([none, free, toma])[-1]
+    assert row["share_of_ceiling"] == pytest.approx(3 / 4)
+    assert row["share_spread"] == pytest.approx(0)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def rows(measurements: list[Measurement]) -> list[dict[str, Any]]:
     result = []
     for m in done:
         speed_up = None if none is None else m.speed_up(none)
-        ceiling = free[m.ratio].speed_up(none) if none is not None and m.ratio in free else None
+        ceiling = free.get(m.ratio)
         result.append(
             {
                 "target": m.target,
@@ -38,7 +38,8 @@ def rows(measurements: list[Measurement]) -> list[dict[str, Any]]:
                 "fresh_seconds": m.fresh,
                 "speed_up": speed_up,
                 "spread": None if none is None else m.spread(none),
-                "share_of_ceiling": None if ceiling is None or speed_up is None else speed_up / ceiling,
+                "share_of_ceiling": None if ceiling is None else m.speed_up(ceiling),
+                "share_spread": None if ceiling is None else m.spread(ceiling),
                 "overhead": asdict(m.overhead),
                 "flops": m.flops,
                 "peak_memory": m.memory,
@@ -70,7 +71,7 @@ def environment(target: Target, compiled: bool = False) -> dict[str, Any]:
 def tables(measured: list[dict[str, Any]]) -> list[Table]:
     """The comparison, and what merging itself costs; each fits a terminal of 80 columns."""
     compared = Table(title=f"{measured[0]['target']}, {len(measured[0]['rounds'])} rounds in turns")
-    for name in ("method", "ratio", "seconds", "speed-up", "±", "of ceiling", "GFLOP", "peak MB"):
+    for name in ("method", "ratio", "seconds", "speed-up", "±", "of ceiling", "±", "GFLOP", "peak MB"):
         compared.add_column(name, justify="right")
     costs = Table(title="what merging costs in one call, in milliseconds")
     for name in ("method", "ratio", "new plan", "new weights", "merge", "unmerge"):
@@ -83,6 +84,7 @@ def tables(measured: list[dict[str, Any]]) -> list[Table]:
             _shown(row["speed_up"], "{:.2f}x"),
             _shown(row["spread"], "{:.2f}"),
             _shown(row["share_of_ceiling"], "{:.3f}"),
+            _shown(row["share_spread"], "{:.3f}"),
             f"{row['flops'] / 1e9:,.0f}",
             f"{row['peak_memory'] / 1e6:,.0f}",
         )

@@ -1,8 +1,8 @@
 """Merge and unmerge as linear maps, built from the similarity of destinations to tokens.
 
 K destinations, L tokens of one region. `assignment` is the attention of the method with the softmax taken
-over the
-destinations: every token hands out a weight of 1. The merge map averages with it, the unmerge map goes back.
+over the destinations: every token hands out a weight of 1. The merge map averages with it, the unmerge map
+goes back.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ def cosine_similarity(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     >>> cosine_similarity(torch.tensor([[2.0, 0.0]]), torch.tensor([[3.0, 0.0], [0.0, 1.0]])).tolist()
     [[1.0, 0.0]]
     """
-    a, b = (torch.nn.functional.normalize(x.float(), dim=-1) for x in (a, b))
-    return a @ b.mT
+    return unit_vectors(a) @ unit_vectors(b).mT
+
+
+def unit_vectors(x: torch.Tensor) -> torch.Tensor:
+    """x: (..., C) -> (..., C) of length 1, in float32: their products are cosines."""
+    return torch.nn.functional.normalize(x.float(), dim=-1)
 
 
 def assignment(similarity: torch.Tensor, tau: float) -> torch.Tensor:

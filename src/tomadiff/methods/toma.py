@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tomadiff.core.merging import assignment, cluster_sizes, cosine_similarity, merge_map, unmerge_map
+from tomadiff.core.merging import assignment, cluster_sizes, merge_map, unit_vectors, unmerge_map
 from tomadiff.core.regions import Grid, Layout, Regions, make_layout
 from tomadiff.core.selection import facility_location, one_hot
 from tomadiff.methods.interface import Method
@@ -100,8 +100,8 @@ class ToMA(Method):
     def _maps(self, tokens: torch.Tensor, picks: torch.Tensor, x: torch.Tensor) -> RegionMaps:
         """tokens: (B * R, L, C), picks: (B * R, K)"""
         config = self.config
-        chosen = one_hot(picks, tokens.shape[1], tokens.dtype) @ tokens
-        similarity = cosine_similarity(chosen, tokens)
+        units = unit_vectors(tokens)
+        similarity = one_hot(picks, units.shape[1], units.dtype) @ units @ units.mT
         weights = assignment(similarity, config.tau)
         merge = merge_map(similarity, weights, config.tau, config.normalise)
         unmerge = unmerge_map(weights, merge, config.unmerge, config.ridge, tokens)
@@ -111,12 +111,11 @@ class ToMA(Method):
 
 def _select(tokens: torch.Tensor, group: Regions) -> torch.Tensor:
     """tokens: (B * R, L, C) of the merge regions -> (B * R, K), chosen inside each of their cells."""
+    units = unit_vectors(tokens)
     picks, start = [], 0
     for cell in group.cells:
-        inside = tokens[:, start : start + cell.count * cell.size].reshape(-1, cell.size, tokens.shape[-1])
-        chosen = facility_location(cosine_similarity(inside, inside), cell.keep).view(
-            -1, cell.count, cell.keep
-        )
+        inside = units[:, start : start + cell.count * cell.size].reshape(-1, cell.size, units.shape[-1])
+        chosen = facility_location(inside @ inside.mT, cell.keep).view(-1, cell.count, cell.keep)
         first = start + cell.size * torch.arange(cell.count, device=tokens.device)
         picks.append((chosen + first[:, None]).flatten(1))
         start += cell.count * cell.size

@@ -16,7 +16,7 @@ from ..captions import caption, held_out_sample, subjects
 from ..pictures import grid, shrink
 from . import autoencoder, latents, meaning
 from .data import load_glyphs
-from .flux import FluxModel
+from .flux import FluxModel, point_to_places
 from .loop import Recipe, Training, stop_on_signal
 from .stages import STAGES, Stage, learning_rate, locate
 from .xl import XLModel
@@ -66,8 +66,10 @@ def prepare(out: Path, name: str) -> Training[Denoiser]:
     if not (out / name / "checkpoint.pt").exists():
         glyphs = load_glyphs(out)
         told = meaning.lessons(shrink(glyphs.pictures[glyphs.rows(list(subjects()))], meaning.SIDE))
-        shown = meaning.details(latents.load(out, 256))
-        meaning.teach(module, module.text_states, module.tellers, told, shown)
+        pool = latents.load(out, 256)
+        meaning.teach(module, module.text_states, module.tellers, told, meaning.details(pool))
+        if isinstance(module, FluxModel):
+            point_to_places(module, pool.draw(96, torch.Generator().manual_seed(0))[1])
     return Training(module, recipe(out, name, STAGES[name]), out / name)
 
 

@@ -4,19 +4,55 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from operator import itemgetter
 
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from diffusers.models.embeddings import apply_rotary_emb
 from torch import nn
 
-from . import text, vocabulary
+from . import meaning, text, vocabulary
 from .stages import HIGH_NOISE_SHARE
+from .watch import HEAD, Watch
 
 FINAL_TOKENS_PER_SIDE = 32
 # How far noise levels move up: a picture of 256 pixels takes more noise to hide.
 SHIFT = 2.0
 HIGH_NOISE = 0.85
+# Of the query that finds places: how much of each wave, from the fastest (of 6 tokens' length) on, and how
+# much does not turn.
+WAVES = (0.15, 0.4, 0.3, 0.15)
+STILL = 0.2
+# How many heads of the first block find places.
+FINDERS = 3
+
+
+def watched(transformer: FluxTransformer2DModel, side: int) -> Watch:
+    """Watch where the first block's finders look in one call of the transformer, and what all blocks make of
+    the image tokens, side x side."""
+    seen = Watch()
+    rotation = transformer.pos_embed(positions(side))
+
+    def grid(output: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """The image tokens, scaled as the last layer scales them: they grow from block to block."""
+        image = F.layer_norm(output[1], output[1].shape[-1:])
+        return image.unflatten(1, (side, side)).permute(0, 3, 1, 2)
+
+    attention = transformer.transformer_blocks[0].attn
+    for head in range(FINDERS):
+        # The caption's tokens are all at the place (0, 0, 0): nothing turns their keys.
+        seen.record(attention.norm_added_k, seen.keys, itemgetter((..., head, slice(None))))
+        seen.record(
+            attention.norm_q,
+            seen.queries,
+            lambda every, head=head: apply_rotary_emb(
+                every[:, :, head : head + 1], rotation, sequence_dim=1
+            ).squeeze(2),
+        )
+    for block in (*transformer.transformer_blocks, *transformer.single_transformer_blocks):
+        seen.record(block, seen.features, grid)
+    return seen
 
 
 class FluxModel(nn.Module):
@@ -44,6 +80,8 @@ class FluxModel(nn.Module):
         )
         self.text_encoder = text.clip(text_layers)
         self.text_encoder_2 = text.t5(width, 2 * text_layers)
+        # From the image tokens of a block to the latents without noise; for training only.
+        self.readers = nn.ModuleList(nn.Conv2d(width, 32, 1) for _ in range(dual_blocks + single_blocks))
 
     def text_states(self, tokens: torch.Tensor) -> list[torch.Tensor]:
         """What the transformer gets of a caption. tokens: (B, T) -> (B, T, C), (B, C)"""
@@ -53,7 +91,10 @@ class FluxModel(nn.Module):
     def loss(
         self, latents: torch.Tensor, tokens: torch.Tensor, step: int, generator: torch.Generator
     ) -> torch.Tensor:
-        """Mean squared error of the velocity. latents: (B, 8, H, W); tokens: (B, T)"""
+        """Mean squared error of the velocity, and what is asked of the blocks.
+
+        latents: (B, 8, H, W); tokens: (B, T)
+        """
         image = pack(latents)
         noise = torch.randn(image.shape, generator=generator)
         time = draw_times(len(image), HIGH_NOISE_SHARE["emoji-flux"][latents.shape[-1]], generator)
@@ -61,8 +102,10 @@ class FluxModel(nn.Module):
         # The pipeline pads prompts to 512 tokens unless told otherwise: show more padding now and then than
         # a caption needs, as much as the number of image tokens makes affordable.
         padding = image.shape[1] // 2 if step % 16 == 0 else 0
-        predicted = self(mixed, time, F.pad(tokens, (0, padding), value=vocabulary.PAD))
-        return F.mse_loss(predicted, noise - image)
+        with watched(self.transformer, latents.shape[-1] // 2) as seen:
+            predicted = self(mixed, time, F.pad(tokens, (0, padding), value=vocabulary.PAD))
+        error = F.mse_loss(predicted, noise - image)
+        return error + seen.loss(latents, self.tellers, self.readers)
 
     def forward(self, image: torch.Tensor, time: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Velocity. image: (B, N, 32); time: (B,), 0 picture, 1 noise; tokens: (B, T) -> (B, N, 32)"""
@@ -102,6 +145,53 @@ class FluxModel(nn.Module):
             tokenizer_2=vocabulary.build(parts=True),
             transformer=self.transformer,
         )
+
+
+@torch.no_grad()
+def point_to_places(model: FluxModel, tokens: torch.Tensor) -> None:
+    """Set some heads of the first block to read, at each place, the token that tells about its part.
+
+    Queries are alike for all image tokens, so that only the rotation by their places tells them apart; the
+    key of a part's token is turned as the middle of the part would be; all other keys point away. Which
+    weights make such keys of a caption's tokens: least squares over these captions. Learned by descent it
+    takes very long, because queries and keys have a fixed length. tokens: (B, T)
+    """
+    embed = model.transformer.pos_embed
+    attention = model.transformer.transformer_blocks[0].attn
+    count = meaning.GRID**2
+    query = _compass(embed)
+    turned = apply_rotary_emb(query.expand(1, count, 1, -1), embed(positions(meaning.GRID)), sequence_dim=1)
+    away = torch.zeros_like(query)
+    away[: embed.axes_dim[0]] = -1
+    away *= query.norm() / away.norm()
+
+    generator = torch.Generator().manual_seed(0)
+    image = torch.randn(len(tokens), count, model.transformer.config.in_channels, generator=generator)
+    given: list[torch.Tensor] = []
+    handle = attention.add_k_proj.register_forward_pre_hook(lambda _, args: given.append(args[0]))
+    model(image, torch.rand(len(tokens), generator=generator), tokens)
+    handle.remove()
+    wanted = away.repeat(tokens.shape[1], 1)
+    wanted[model.tellers] = turned[0, :, 0]
+    states = F.pad(given[0], (0, 1), value=1.0).flatten(0, 1)
+    keys = torch.linalg.lstsq(states.double(), wanted.repeat(len(tokens), 1).double()).solution.float()
+    for head in range(FINDERS):
+        rows = slice(head * HEAD, (head + 1) * HEAD)
+        attention.add_k_proj.weight[rows], attention.add_k_proj.bias[rows] = keys[:-1].T, keys[-1]
+        attention.to_k.weight[rows], attention.to_k.bias[rows] = 0, away
+        attention.to_q.weight[rows], attention.to_q.bias[rows] = 0, query
+
+
+def _compass(embed: nn.Module) -> torch.Tensor:
+    """A query that shows by its rotation where it is: slow and fast waves along both axes, and a part that
+    never turns, to know keys that point away by. -> (HEAD,) as long as a normalised one"""
+    still, *moving = embed.axes_dim
+    waves = [(share / len(moving)) ** 0.5 for share in WAVES]
+    turning = [F.pad(torch.tensor(waves).repeat_interleave(2), (0, size - 2 * len(waves))) for size in moving]
+    for axis in turning:
+        axis[1::2] = 0
+    rest = torch.full((still,), (STILL / still) ** 0.5)
+    return HEAD**0.5 * torch.cat([rest, *((1 - STILL) ** 0.5 * axis for axis in turning)])
 
 
 def draw_times(count: int, share: float, generator: torch.Generator) -> torch.Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,15 +9,12 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
 from torch import nn
 
-from . import meaning, text, vocabulary
+from . import text, vocabulary
 from .stages import HIGH_NOISE_SHARE
+from .watch import HEAD, Watch
 
 PIXELS_PER_LATENT = 4
 HIGH_NOISE = 750
-HEAD = 64
-# What not finding places, and not knowing the picture at each level, weigh in the loss.
-PLACES = 0.03
-PICTURE = 0.3
 
 
 def scheduler() -> DDIMScheduler:
@@ -45,70 +40,16 @@ def draw_times(count: int, share: float, generator: torch.Generator) -> torch.Te
     return torch.where(torch.rand(count, generator=generator) < share, high, usual)
 
 
-class Watch:
-    """What the blocks on the way up look for in the caption, and what they know of the picture.
-
-    Nothing in a UNet tells a place where it lies but the padding of the convolutions around it. While it does
-    not know, it cannot read what the caption's tokens tell part by part; and what it read, it has to unpack
-    from level to level. Learned from the finished picture alone that takes very long. Asked for at each
-    level, it takes some hundred steps.
-    """
-
-    def __init__(self) -> None:
-        self.queries: list[torch.Tensor] = []
-        self.keys: list[torch.Tensor] = []
-        self.features: list[torch.Tensor] = []
-
-    def places(self) -> torch.Tensor:
-        """How well the first head of each cross-attention finds the tokens that tell about its places: mean
-        cross-entropy, a scalar; 4.4 is chance."""
-        watched = zip(self.queries, self.keys, strict=True)
-        # A place that is larger than a part has no one part to look for.
-        return torch.stack(
-            [_places(*pair) for pair in watched if pair[0].shape[1] >= vocabulary.PARTS]
-        ).mean()
-
-    def picture(self, latents: torch.Tensor, readers: nn.ModuleList) -> torch.Tensor:
-        """How well a linear reading of each level tells the latents without noise: mean squared error, a
-        scalar. latents: (B, 8, H, W)"""
-        return torch.stack(
-            [
-                F.mse_loss(
-                    reader(features).float(),
-                    F.pixel_unshuffle(latents, latents.shape[-1] // features.shape[-1]),
-                )
-                for reader, features in zip(readers, self.features, strict=True)
-            ]
-        ).mean()
-
-
-def _places(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """queries: (B, N, C) of a square grid, keys: (B, T, C)"""
-    scores = queries[..., :HEAD].float() @ keys[..., :HEAD].float().mT / HEAD**0.5
-    side = int(queries.shape[1] ** 0.5)
-    row = torch.arange(side) * meaning.GRID // side
-    part = (meaning.GRID * row[:, None] + row).flatten() + keys.shape[1] - vocabulary.PARTS
-    return F.cross_entropy(scores.flatten(0, 1), part.repeat(len(queries)))
-
-
-@contextmanager
-def watch(unet: UNet2DConditionModel) -> Iterator[Watch]:
+def watched(unet: UNet2DConditionModel) -> Watch:
     """Watch the way up in one call of the UNet."""
     seen = Watch()
-    handles = []
     for name, module in unet.up_blocks.named_modules():
         if name.endswith("attn2"):
-            handles.append(module.to_q.register_forward_hook(lambda *call: seen.queries.append(call[-1])))
-            handles.append(module.to_k.register_forward_hook(lambda *call: seen.keys.append(call[-1])))
+            seen.record(module.to_q, seen.queries, lambda queries: queries[..., :HEAD])
+            seen.record(module.to_k, seen.keys, lambda keys: keys[..., :HEAD])
     for block in _attentive(unet):
-        handles.append(
-            block.attentions[-1].register_forward_hook(lambda *call: seen.features.append(call[-1][0]))
-        )
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
+        seen.record(block.attentions[-1], seen.features, lambda output: output[0])
+    return seen
 
 
 def _attentive(unet: UNet2DConditionModel) -> list[Any]:
@@ -175,10 +116,10 @@ class XLModel(nn.Module):
         noise = torch.randn(latents.shape, generator=generator)
         time = draw_times(len(latents), HIGH_NOISE_SHARE["emoji-xl"][latents.shape[-1]], generator)
         mixed = self.scheduler.add_noise(latents, noise, time).to(memory_format=torch.channels_last)
-        with watch(self.unet) as seen:
+        with watched(self.unet) as seen:
             v = self(mixed, time, tokens)
         error = F.mse_loss(v, self.scheduler.get_velocity(latents, noise, time))
-        return error + PLACES * seen.places() + PICTURE * seen.picture(latents, self.readers)
+        return error + seen.loss(latents, self.tellers, self.readers)
 
     def forward(self, mixed: torch.Tensor, time: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """v, conditioned as the pipeline's. mixed: (B, 8, H, W); time: (B,); tokens: (B, T) -> like mixed"""
