@@ -90,6 +90,13 @@ def test_entries_are_listed_at_the_ratios_asked_for():
     assert len(changed("flux", (0.25, 0.5))) == 2 * len(changed("flux"))
 
 
+def test_defaults_that_leave_blocks_alone_stand_beside_ones_that_do_not():
+    everywhere = [entry for entry in reported("flux") if entry.name == "ToMA in every block"]
+    assert [entry.ratio for entry in everywhere] == [0.25, 0.5, 0.75]
+    assert all(entry.make(entry.ratio).skip_first == 0 for entry in everywhere)
+    assert "ToMA in every block" not in {entry.name for entry in reported("sdxl")}
+
+
 def test_command_writes_table_and_sheet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compare, "reported", lambda family: ENTRIES)
     files = ["--json", str(tmp_path / "q.json"), "--sheet", str(tmp_path / "q.png")]

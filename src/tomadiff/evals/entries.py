@@ -28,16 +28,17 @@ class Entry:
         return f"{self.name} {self.ratio:g}".replace(" ", "-").replace("/", "-")
 
 
-def named(name: str) -> Callable[[float], MergeConfig]:
-    """The preset of this name at any ratio."""
-    return lambda ratio: preset(name, ratio=ratio)
+def named(name: str, **changes: Any) -> Callable[[float], MergeConfig]:
+    """The preset of this name at any ratio, with changes."""
+    return lambda ratio: preset(name, ratio=ratio, **changes)
 
 
 def reported(family: str, ratios: tuple[float, ...] = RATIOS) -> list[Entry]:
     """Our defaults, the method as published and the peers, at the costs of these ratios.
 
     ToMe merges every module of every block, so its cost at a ratio is what everything else at that ratio is
-    given. ToDo saves in attention only, and at few ratios: our method is put beside it at ToDo's own cost.
+    given. Defaults that leave blocks alone cannot always save as much, so our method merges every block as
+    well. ToDo saves in attention only, and at few ratios: our method is put beside it at ToDo's own cost.
     """
     entries = []
     for ratio in ratios:
@@ -47,6 +48,9 @@ def reported(family: str, ratios: tuple[float, ...] = RATIOS) -> list[Entry]:
             Entry("paper ToMA", ratio, named("paper-tile"), f"ToMe-{ratio:g}"),
             Entry("ToFu", ratio, named("tofu"), f"ToMe-{ratio:g}", most=0.75),
         ]
+        if PRESETS[family].skip_first:
+            everywhere = named(family, skip_first=0)
+            entries.append(Entry("ToMA in every block", ratio, everywhere, f"ToMe-{ratio:g}"))
     todo = PRESETS["todo"].ratio
     assert isinstance(todo, float)
     if todo not in ratios:
