@@ -175,7 +175,7 @@ def test_summary_before_and_after_a_run(unet, text, capsys):
     row = result["blocks"][0]
     assert (row["tokens"], row["merged"]) == (8 * 13, 52)
     assert (row["selected"], row["weighed"], row["reused"]) == (1, 1, 1)
-    assert row["regions"] == "2 of 48-56"
+    assert row["regions"] == "8 of 12-16"
     out = capsys.readouterr().out
     assert "down_blocks.1.attentions.0.transformer_blocks.0" in out
     assert "self+cross+ff" in out

@@ -40,7 +40,7 @@ def watched(transformer: FluxTransformer2DModel, side: int) -> Watch:
         return image.unflatten(1, (side, side)).permute(0, 3, 1, 2)
 
     attention = transformer.transformer_blocks[0].attn
-    for head in range(FINDERS):
+    for head in range(min(FINDERS, attention.heads)):
         # The caption's tokens are all at the place (0, 0, 0): nothing turns their keys.
         seen.record(attention.norm_added_k, seen.keys, itemgetter((..., head, slice(None))))
         seen.record(
@@ -175,7 +175,7 @@ def point_to_places(model: FluxModel, tokens: torch.Tensor) -> None:
     wanted[model.tellers] = turned[0, :, 0]
     states = F.pad(given[0], (0, 1), value=1.0).flatten(0, 1)
     keys = torch.linalg.lstsq(states.double(), wanted.repeat(len(tokens), 1).double()).solution.float()
-    for head in range(FINDERS):
+    for head in range(min(FINDERS, attention.heads)):
         rows = slice(head * HEAD, (head + 1) * HEAD)
         attention.add_k_proj.weight[rows], attention.add_k_proj.bias[rows] = keys[:-1].T, keys[-1]
         attention.to_k.weight[rows], attention.to_k.bias[rows] = 0, away
