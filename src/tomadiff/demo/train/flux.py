@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import pairwise
 from operator import itemgetter
 
@@ -36,20 +37,18 @@ def watched(transformer: FluxTransformer2DModel, side: int) -> Watch:
 
     def grid(output: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """The image tokens, scaled as the last layer scales them: they grow from block to block."""
-        image = F.layer_norm(output[1], output[1].shape[-1:])
-        return image.unflatten(1, (side, side)).permute(0, 3, 1, 2)
+        image: torch.Tensor = F.layer_norm(output[1], output[1].shape[-1:])
+        return image.view(len(image), side, side, -1).permute(0, 3, 1, 2)
+
+    def turned(head: int, queries: torch.Tensor) -> torch.Tensor:
+        one: torch.Tensor = apply_rotary_emb(queries[:, :, head : head + 1], rotation, sequence_dim=1)
+        return one.squeeze(2)
 
     attention = transformer.transformer_blocks[0].attn
     for head in range(min(FINDERS, attention.heads)):
         # The caption's tokens are all at the place (0, 0, 0): nothing turns their keys.
         seen.record(attention.norm_added_k, seen.keys, itemgetter((..., head, slice(None))))
-        seen.record(
-            attention.norm_q,
-            seen.queries,
-            lambda every, head=head: apply_rotary_emb(
-                every[:, :, head : head + 1], rotation, sequence_dim=1
-            ).squeeze(2),
-        )
+        seen.record(attention.norm_q, seen.queries, partial(turned, head))
     for block in (*transformer.transformer_blocks, *transformer.single_transformer_blocks):
         seen.record(block, seen.features, grid)
     return seen
@@ -159,7 +158,7 @@ def point_to_places(model: FluxModel, tokens: torch.Tensor) -> None:
     embed = model.transformer.pos_embed
     attention = model.transformer.transformer_blocks[0].attn
     count = meaning.GRID**2
-    query = _compass(embed)
+    query = _compass(embed.axes_dim)
     turned = apply_rotary_emb(query.expand(1, count, 1, -1), embed(positions(meaning.GRID)), sequence_dim=1)
     away = torch.zeros_like(query)
     away[: embed.axes_dim[0]] = -1
@@ -182,16 +181,16 @@ def point_to_places(model: FluxModel, tokens: torch.Tensor) -> None:
         attention.to_q.weight[rows], attention.to_q.bias[rows] = 0, query
 
 
-def _compass(embed: nn.Module) -> torch.Tensor:
+def _compass(axes: tuple[int, ...]) -> torch.Tensor:
     """A query that shows by its rotation where it is: slow and fast waves along both axes, and a part that
     never turns, to know keys that point away by. -> (HEAD,) as long as a normalised one"""
-    still, *moving = embed.axes_dim
+    still, *moving = axes
     waves = [(share / len(moving)) ** 0.5 for share in WAVES]
     turning = [F.pad(torch.tensor(waves).repeat_interleave(2), (0, size - 2 * len(waves))) for size in moving]
     for axis in turning:
         axis[1::2] = 0
     rest = torch.full((still,), (STILL / still) ** 0.5)
-    return HEAD**0.5 * torch.cat([rest, *((1 - STILL) ** 0.5 * axis for axis in turning)])
+    return math.sqrt(HEAD) * torch.cat([rest, *(math.sqrt(1 - STILL) * axis for axis in turning)])
 
 
 def draw_times(count: int, share: float, generator: torch.Generator) -> torch.Tensor:
