@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tomadiff
-from tomadiff import MergeConfig
+from tomadiff import MergeConfig, preset
 from tomadiff.bench.shapes import sdxl_inputs, sdxl_unet
 from tomadiff.core.selection import facility_location
 from tomadiff.flops import count_flops
@@ -69,12 +69,13 @@ def test_04_any_size_works(unet, size):
         assert torch.isfinite(call(unet, size)).all()
 
 
-@pytest.mark.parametrize("ratio", [0.76, 0.9, 0.97])
-def test_05_a_ratio_above_three_quarters_is_done_not_capped(unet, ratio):
-    tomadiff.apply(unet, ratio)
+@pytest.mark.parametrize(("ratio", "tile"), [(0.8, 4), (0.9, 4), (0.94, 4), (0.97, 8)])
+def test_05_a_ratio_above_three_quarters_is_done_not_capped(unet, ratio, tile):
+    """As far as a tile goes, which keeps at least one token: 15 of 16 in tiles of 4."""
+    tomadiff.apply(unet, config=preset("sd", ratio=ratio, select_size=tile, merge_size=tile))
     with torch.no_grad():
         call(unet, (32, 32))
-    assert blocks(unet)[0]["merged"] == 4 * round((1 - ratio) * 64)
+    assert blocks(unet)[0]["merged"] == (16 // tile) ** 2 * round((1 - ratio) * tile**2)
 
 
 @pytest.mark.parametrize("thing", [torch.nn.Linear(2, 2), object(), "a pipeline"])
@@ -165,7 +166,7 @@ def test_20_tiles_of_one_picture_get_plans_of_their_own(unet):
         plans = session_of(unet).clock._generations
         assert sum(len(generation.passes) for generation in plans) == 3
         again = [unet(tile, 899, text).sample for tile in tiles]
-        alone = tomadiff.apply(unet, 0.5)(tiles[1], 900, text).sample
+        alone = tomadiff.apply(unet, config=MergeConfig())(tiles[1], 900, text).sample
     assert torch.allclose(first[1], alone, atol=1e-5)
     assert all(torch.isfinite(image).all() for image in again)
 
@@ -230,9 +231,9 @@ def test_training_after_generating_in_inference_mode(unet):
 
 
 def test_plans_of_the_real_sdxl_unet_take_less_than_a_percent_of_its_weights():
-    unet = sdxl_unet()
+    unet, inputs = sdxl_unet(), sdxl_inputs(1024, 1024)
     tomadiff.apply(unet, 0.5)
-    unet(timestep=900, **sdxl_inputs(1024, 1024))
+    unet(timestep=900, **inputs)
     kept = [leaf for leaf in tree_leaves(session_of(unet).clock.current.plans) if torch.is_tensor(leaf)]
     assert kept
     weights = sum(parameter.nbytes for parameter in unet.parameters())

@@ -40,7 +40,8 @@ class MergeConfig:
             (the original model) and "free" (the fastest there can be, with garbage pictures). The regions,
             tau, normalise, unmerge and ridge are toma's alone.
         select_region, select_size: where destinations are chosen: "tile" (size x size tokens), "stripe"
-            (size rows) or "global". Smaller is faster to plan.
+            (size rows) or "global". Smaller is faster to plan. Every region keeps at least one
+            token: tiles of 4 merge at most 15 of 16.
         merge_region, merge_size: where tokens are averaged; not smaller than the selection's regions.
         tau: temperature of the weights. Small is a hard assignment.
         normalise: softmax over the "destinations" or over the "tokens".

@@ -26,8 +26,8 @@ def comparison(tmp_path: Path) -> Comparison:
 def test_entries_are_compared_at_equal_cost(comparison: Comparison):
     unmerged, tome, toma = comparison.run(ENTRIES)
     assert (unmerged.error, unmerged.ssim, unmerged.flops_saved) == (0, 1, 0)
-    # One token more in each tile saves a hundredth; ToMA saves at least as much as ToMe.
-    assert -0.001 <= toma.flops_saved - tome.flops_saved < 0.015
+    # Tiles of 16 tokens merge one token at a time; ToMA saves at least as much as ToMe.
+    assert -0.001 <= toma.flops_saved - tome.flops_saved < 1 / 16
     assert tome.error > 0
     assert toma.config is not None
     assert toma.config["method"] == "toma"
