@@ -32,7 +32,7 @@ def test_presets_survive_json(name):
         ({"merge_region": "circle"}, "use one of tile"),
         ({"normalise": "rows"}, "use one of destinations, tokens"),
         ({"unmerge": "copy"}, "use one of transpose"),
-        ({"mode": "twice"}, "use one of each, once"),
+        ({"mode": "twice"}, "use one of each, once, stack"),
         ({"modules": ()}, "at least one of self, cross, ff"),
         ({"modules": ("mlp",)}, "at least one of self, cross, ff"),
         ({"select_size": 0}, "whole number, at least 1"),

@@ -14,7 +14,7 @@ from tomadiff.core.regions import KINDS
 from tomadiff.methods import METHODS
 
 MODULES = ("self", "cross", "ff")
-MODES = ("each", "once")
+MODES = ("each", "once", "stack")
 SHARES = ("kind", "stack", "block")
 
 
@@ -50,7 +50,9 @@ class MergeConfig:
         ridge: how much "ridge" and "fit" hold on to the copies.
         proportional: add the log of the cluster sizes to the keys' logits in self-attention, because a
             merged key stands for several tokens.
-        mode: "each" merges and unmerges around every module, "once" around the whole block.
+        mode: "each" merges and unmerges around every module, "once" around the whole block, "stack" around
+            all blocks that share a plan and have nothing between them (UNets): the same as "once", for less,
+            as long as merging what was unmerged changes nothing.
         select_every, weights_every: choose new destinations, and new weights for them, every so many steps.
         share: which blocks share a plan: all of a "kind" (same resolution and width), those of a "stack" (of
             a kind, one behind the other; a convolution ends a UNet's), or each "block" has its own.
@@ -179,6 +181,11 @@ class MergeConfig:
         unknown = [module for module in self.modules if module not in MODULES]
         if unknown or not self.modules:
             raise ValueError(f"modules names at least one of {', '.join(MODULES)}; got {self.modules}")
+        if self.mode != "each" and set(self.modules) != set(MODULES):
+            raise ValueError(
+                f"mode={self.mode!r} merges whole blocks, not {' and '.join(self.modules)} alone: "
+                "use mode='each'"
+            )
 
     def _check_numbers(self) -> None:
         for name, least in (
@@ -248,8 +255,11 @@ _DIT = MergeConfig(
 )
 
 # New plans and weights more often than published: they came nearer to the unmerged pictures of `emoji-xl` at
-# equal cost. Tiles of 4 are as near as tiles of 8, and cheaper to plan and to merge.
-_UNET = MergeConfig(select_every=6, weights_every=2, select_size=4, merge_size=4)
+# equal cost. Tiles of 4 are as near as tiles of 8, whole stacks of blocks as near as single modules, and both
+# are cheaper. There is no text in their self-attention to outweigh merged keys, so sizes make no difference.
+_UNET = MergeConfig(
+    select_every=6, weights_every=2, select_size=4, merge_size=4, mode="stack", proportional=False
+)
 
 PRESETS: dict[str, MergeConfig] = {
     # Defaults of each family of models, used by `apply(model, ratio)`.

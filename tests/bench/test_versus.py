@@ -176,12 +176,12 @@ def test_wrong_arguments_say_what_to_do(arguments, message):
 
 
 def test_settings_change_toma_alone(tmp_path):
-    changed = ["--set", "mode=once", "--set", "tau=0.01", "--set", 'modules=["self", "ff"]']
+    changed = ["--set", "mode=each", "--set", "tau=0.01", "--set", 'modules=["self", "ff"]']
     arguments = ["bench", "small", "--methods", "none,toma,tome", "--ratios", "0.5", "--rounds", "1"]
     result = CliRunner().invoke(app, [*arguments, *changed, "--json", str(tmp_path / "out.json")])
     assert result.exit_code == 0, result.output
     none, toma, tome = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert (toma["config"]["mode"], toma["config"]["tau"]) == ("once", 0.01)
+    assert (toma["config"]["mode"], toma["config"]["tau"]) == ("each", 0.01)
     assert toma["config"]["modules"] == ["self", "ff"]
     assert tome["config"]["mode"] == none["config"]["mode"] == "each"
 

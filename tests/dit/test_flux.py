@@ -223,3 +223,9 @@ def test_single_blocks_merge_only_with_both_parts():
     }
     with pytest.raises(ValueError, match="would merge nothing"):
         tomadiff.apply(make_flux(dual=0), config=CONFIG.replace(modules=("ff",)))
+
+
+def test_whole_stacks_of_blocks_are_for_unets():
+    """Text tokens and a ControlNet's residuals come between the blocks of Flux."""
+    with pytest.raises(ValueError, match=r"mode='once'"):
+        tomadiff.apply(make_flux(), config=CONFIG.replace(mode="stack"))

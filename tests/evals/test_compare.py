@@ -14,7 +14,7 @@ from tomadiff.evals.entries import CHANGES, Entry, changed, named, reported
 
 ENTRIES = [
     Entry("ToMe", 0.5, named("tome")),
-    Entry("ToMA", 0.5, lambda ratio: preset("sdxl", ratio=ratio), "ToMe-0.5"),
+    Entry("ToMA", 0.5, named("flux", skip_first=0), "ToMe-0.5"),
 ]
 
 

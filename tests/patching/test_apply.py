@@ -178,7 +178,7 @@ def test_summary_before_and_after_a_run(unet, text, capsys):
     assert row["regions"] == "8 of 12-16"
     out = capsys.readouterr().out
     assert "down_blocks.1.attentions.0.transformer_blocks.0" in out
-    assert "self+cross+ff" in out
+    assert "  block    104     52      8 of 12-16" in out
 
 
 def test_summary_says_why_a_block_is_left_alone(unet, text, capsys):
@@ -221,7 +221,7 @@ def test_plans_are_really_made_that_often_and_shared(make_unet, text, monkeypatc
         made.clear()
         tomadiff.apply(unet, config=tomadiff.preset("paper-tile", share=share))
         run(unet, text, timesteps=range(981, 0, -20))
-        assert (made.count("plan"), made.count("weigh")) == (5 * plans, 10 * plans)
+        assert (made.count("plan"), made.count("weigh")) == (5 * plans, 5 * plans)
 
 
 def test_reuse_and_planning_anew_differ_but_each_is_deterministic(unet, text):

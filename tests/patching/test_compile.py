@@ -24,7 +24,9 @@ def run(model, text, steps=8, size=(16, 16)):
     ]
 
 
-@pytest.mark.parametrize("changes", [{}, {"mode": "once"}, {"merge_region": "global"}, {"unmerge": "ridge"}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"mode": "once"}, {"mode": "stack"}, {"merge_region": "global"}, {"unmerge": "ridge"}]
+)
 def test_10_one_full_graph_for_each_kind_of_step(unet, text, changes):
     """`fullgraph=True` raises at any graph break, planning included; reusing a plan compiles nothing."""
     config = CONFIG.replace(**changes)
@@ -38,6 +40,24 @@ def test_10_one_full_graph_for_each_kind_of_step(unet, text, changes):
     assert counter.frame_count == 3  # destinations and weights, weights alone, reuse
     run(compiled, torch.randn_like(text))
     assert counter.frame_count == 3
+
+
+@torch._dynamo.config.patch(recompile_limit=64)
+def test_blocks_compiled_one_by_one(make_unet, text):
+    """As diffusers advises for big models, with stacks of several blocks and at two resolutions. Every stack
+    has graphs of its own."""
+    unet = make_unet(
+        transformer_layers_per_block=3,
+        down_block_types=["CrossAttnDownBlock2D"] * 2,
+        up_block_types=["CrossAttnUpBlock2D"] * 2,
+    )
+    config = CONFIG.replace(mode="stack")
+    tomadiff.apply(unet, config=config)
+    expected = run(unet, text)
+    tomadiff.apply(unet, config=config)
+    unet.compile_repeated_blocks(backend="eager", fullgraph=True)
+    for result, eager in zip(run(unet, text), expected, strict=True):
+        assert torch.allclose(result, eager, atol=1e-4)
 
 
 def test_apply_remove_and_reapply_around_a_compiled_model(unet, text):

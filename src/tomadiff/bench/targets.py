@@ -136,7 +136,7 @@ class LoneBlockAdapter(Adapter):
         self._model = model
 
     def blocks(self) -> list[Block]:
-        return [unet_block("block", self._model.block, "block")]
+        return [unet_block("block", self._model.block, "block", stack="block")]
 
     def passages(self) -> list[Passage]:
         return [Passage("block", "block", ((self._model.block, Arrange), (self._model.block, Restore)))]

@@ -143,7 +143,8 @@ def run(
         progress(f"counting {measurement.method} {measurement.ratio or ''}", i, work)
         _count(target, measurement)
     for turn in range(rounds):
-        for i, measurement in enumerate(measurements):
+        # There and back: what changes slowly hits every pair of neighbours both ways.
+        for i, measurement in enumerate(measurements if turn % 2 == 0 else measurements[::-1]):
             progress(f"round {turn + 1} of {rounds}", (turn + 1) * len(measurements) + i, work)
             measurement.rounds.append(_time(target, measurement))
 

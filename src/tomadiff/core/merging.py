@@ -23,11 +23,23 @@ def cosine_similarity(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     >>> cosine_similarity(torch.tensor([[2.0, 0.0]]), torch.tensor([[3.0, 0.0], [0.0, 1.0]])).tolist()
     [[1.0, 0.0]]
     """
-    return unit_vectors(a) @ unit_vectors(b).mT
+    return _unit_vectors(a) @ _unit_vectors(b).mT
 
 
-def unit_vectors(x: torch.Tensor) -> torch.Tensor:
-    """x: (..., C) -> (..., C) of length 1, in float32: their products are cosines."""
+def cosines(x: torch.Tensor) -> torch.Tensor:
+    """x: (..., L, C) -> (..., L, L) in float32, of every token to every other.
+
+    The products are divided, not the tokens: there are fewer of them.
+
+    >>> cosines(torch.tensor([[2.0, 0.0], [0.0, 1.0], [0.0, 3.0]])).tolist()
+    [[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [0.0, 1.0, 1.0]]
+    """
+    products = x.float() @ x.float().mT
+    norms = products.diagonal(dim1=-2, dim2=-1).sqrt().clamp_min(1e-12)
+    return products / norms.unsqueeze(-1) / norms.unsqueeze(-2)
+
+
+def _unit_vectors(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.normalize(x.float(), dim=-1)
 
 

@@ -6,8 +6,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tomadiff.core.merging import assignment, cluster_sizes, merge_map, unit_vectors, unmerge_map
-from tomadiff.core.regions import Grid, Layout, Regions, make_layout
+from tomadiff.core.merging import (
+    assignment,
+    cluster_sizes,
+    cosine_similarity,
+    cosines,
+    merge_map,
+    unmerge_map,
+)
+from tomadiff.core.regions import Cells, Grid, Layout, Regions, make_layout
 from tomadiff.core.selection import facility_location, one_hot
 from tomadiff.methods.interface import Method
 
@@ -54,7 +61,7 @@ class ToMAPlan(NamedTuple):
 
     def merge(self, x: torch.Tensor) -> torch.Tensor:
         """x: (B, N, C) in layout order -> (B, D, C)"""
-        parts = _split(x, [(group.count, group.size) for group in self.layout.groups])
+        parts = _parts(x, self.layout)
         return _join([maps.merge @ part for maps, part in zip(self.groups, parts, strict=True)], x)
 
     def unmerge(self, y: torch.Tensor) -> torch.Tensor:
@@ -85,23 +92,30 @@ class ToMA(Method):
     @torch.no_grad()
     def plan(self, x: torch.Tensor, layout: Layout) -> ToMAPlan:
         """x: (B, N, C) in layout order -> a plan for every element of the batch."""
-        parts = _split(x, [(group.count, group.size) for group in layout.groups])
-        destinations = tuple(_select(part, group) for part, group in zip(parts, layout.groups, strict=True))
-        return self.weigh(x, layout, destinations)
+        maps = []
+        for tokens, group in zip(_parts(x, layout), layout.groups, strict=True):
+            among = _cosines_in_cells(tokens, group)
+            picks = _select(tokens, group) if among is None else facility_location(among, group.keep)
+            maps.append(self._maps(tokens, picks, among, x))
+        return ToMAPlan(self, layout, tuple(maps))
 
     @torch.no_grad()
     def weigh(self, x: torch.Tensor, layout: Layout, destinations: tuple[torch.Tensor, ...]) -> ToMAPlan:
         """x: (B, N, C) in layout order, the destinations of each group of regions -> the plan with weights
         for x."""
-        parts = _split(x, [(group.count, group.size) for group in layout.groups])
-        maps = tuple(self._maps(part, picks, x) for part, picks in zip(parts, destinations, strict=True))
+        maps = tuple(
+            self._maps(tokens, picks, _cosines_in_cells(tokens, group), x)
+            for tokens, picks, group in zip(_parts(x, layout), destinations, layout.groups, strict=True)
+        )
         return ToMAPlan(self, layout, maps)
 
-    def _maps(self, tokens: torch.Tensor, picks: torch.Tensor, x: torch.Tensor) -> RegionMaps:
-        """tokens: (B * R, L, C), picks: (B * R, K)"""
+    def _maps(
+        self, tokens: torch.Tensor, picks: torch.Tensor, among: torch.Tensor | None, x: torch.Tensor
+    ) -> RegionMaps:
+        """tokens: (B * R, L, C), picks: (B * R, K), among: (B * R, L, L) if it is known"""
         config = self.config
-        units = unit_vectors(tokens)
-        similarity = one_hot(picks, units.shape[1], units.dtype) @ units @ units.mT
+        chosen = one_hot(picks, tokens.shape[1], tokens.dtype if among is None else among.dtype)
+        similarity = cosine_similarity(chosen @ tokens, tokens) if among is None else chosen @ among
         weights = assignment(similarity, config.tau)
         merge = merge_map(similarity, weights, config.tau, config.normalise)
         unmerge = unmerge_map(weights, merge, config.unmerge, config.ridge, tokens)
@@ -111,15 +125,25 @@ class ToMA(Method):
 
 def _select(tokens: torch.Tensor, group: Regions) -> torch.Tensor:
     """tokens: (B * R, L, C) of the merge regions -> (B * R, K), chosen inside each of their cells."""
-    units = unit_vectors(tokens)
     picks, start = [], 0
     for cell in group.cells:
-        inside = units[:, start : start + cell.count * cell.size].reshape(-1, cell.size, units.shape[-1])
-        chosen = facility_location(inside @ inside.mT, cell.keep).view(-1, cell.count, cell.keep)
+        inside = tokens[:, start : start + cell.count * cell.size].reshape(-1, cell.size, tokens.shape[-1])
+        chosen = facility_location(cosines(inside), cell.keep).view(-1, cell.count, cell.keep)
         first = start + cell.size * torch.arange(cell.count, device=tokens.device)
         picks.append((chosen + first[:, None]).flatten(1))
         start += cell.count * cell.size
     return torch.cat(picks, dim=1)
+
+
+def _cosines_in_cells(tokens: torch.Tensor, group: Regions) -> torch.Tensor | None:
+    """tokens: (B * R, L, C) -> (B * R, L, L) where destinations are chosen in the regions in which tokens
+    merge, so that the same similarities serve both; None where those are larger."""
+    return cosines(tokens) if group.cells == (Cells(1, group.size, group.keep),) else None
+
+
+def _parts(x: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """x: (B, N, C) -> (B * R, L, C) of each group of regions"""
+    return _split(x, [(group.count, group.size) for group in layout.groups])
 
 
 def _split(x: torch.Tensor, shapes: list[tuple[int, int]]) -> list[torch.Tensor]:

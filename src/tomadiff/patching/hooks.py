@@ -104,24 +104,31 @@ class MergeSelfAttention(MergeAround):
 
 
 class WeighKeys(GroupHook):
-    """Proportional attention alone, inside a block whose tokens are merged once."""
+    """Proportional attention alone, inside a block whose tokens come merged."""
 
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        plan = self.session.clock.current.plans.get(self.group)
-        if plan is not None and self.session.config.proportional:
+        if "block" in self.session.scratch and self.session.config.proportional:
+            plan = self.session.clock.current.plans[self.group]
             kwargs = {**kwargs, "attention_mask": key_bias(plan.sizes)}
         return args, kwargs
 
 
 class MergeOnce(GroupHook):
     """Merge at a block's entry; at its exit unmerge the block's update, so that the residual stream stays
-    sharp."""
+    sharp.
+
+    goes_on: the next block takes the merged tokens as they are, and the last one unmerges the update of all
+    """
+
+    goes_on = False
 
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if "block" in self.session.scratch:  # merged by a block before this one
+            return args, kwargs
         x, args, kwargs = take_hidden_states(args, kwargs)
         plan = self.session.current_plan(self.group, x)
         if plan is None:
@@ -131,7 +138,7 @@ class MergeOnce(GroupHook):
         return (merged, *args), kwargs
 
     def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
-        if "block" not in self.session.scratch:
+        if "block" not in self.session.scratch or (self.goes_on and self.session.in_one_go):
             return output
         x, merged = self.session.scratch.pop("block")
         result: torch.Tensor = x + self.session.clock.current.plans[self.group].unmerge(output - merged)

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import zip_longest
 
 from diffusers.hooks import HookRegistry
 from torch import nn
@@ -13,7 +14,7 @@ from torch import nn
 from tomadiff.config import MergeConfig
 from tomadiff.methods import METHODS
 from tomadiff.patching.adapters.base import Adapter, Block, Site
-from tomadiff.patching.hooks import PlanAtEntry, attach, detach
+from tomadiff.patching.hooks import MergeOnce, PlanAtEntry, attach, detach
 from tomadiff.patching.session import Group, Hooked, Place, Session
 
 
@@ -42,6 +43,11 @@ def lay_groups(
             f"this configuration would merge nothing: {type(model).__name__} has {len(blocks)} transformer "
             "blocks, and modules, skip_first and overrides leave none of them to merge"
         )
+    if groups and config.mode == "stack" and not any(block.stack for block in blocks):
+        raise ValueError(
+            f"mode='stack' is for blocks with nothing between them, and {type(model).__name__} is not known "
+            "to have any: use mode='once'"
+        )
     return groups, places
 
 
@@ -49,11 +55,14 @@ def hook(model: nn.Module, session: Session) -> None:
     """Attach the hooks of all places of a session."""
     planning: dict[str, list[Place]] = {}
     hooked: dict[nn.Module, None] = {}
-    for place in session.places:
+    for place, following in zip_longest(session.places, session.places[1:]):
         if place.group is not None:
             planning.setdefault(place.block.name, []).append(place)
             for module, make in place.site.hooks:
-                attach(module, make(session, place.group))
+                made = make(session, place.group)
+                if session.config.mode == "stack" and isinstance(made, MergeOnce):
+                    made.goes_on = following is not None and _stand_together(place, following)
+                attach(module, made)
                 hooked[module] = None
     for places in planning.values():
         groups = dict.fromkeys(place.group for place in places if place.group is not None)
@@ -84,6 +93,11 @@ def unhook(session: Session) -> None:
     session.hooked.clear()
 
 
+def _stand_together(first: Place, second: Place) -> bool:
+    """Whether the tokens of one block go straight to the other, which merges them with the same plan."""
+    return first.group == second.group and first.block.stack == second.block.stack
+
+
 def _hook_again(model: nn.Module, session: Session) -> None:
     unhook(session)
     _, session.places = lay_groups(model, session.adapter, session.config)
@@ -103,7 +117,7 @@ def _group_name(block: Block, ratio: float | None, share: str, variant: str) -> 
 
 
 def _sites(block: Block, config: MergeConfig) -> tuple[Site, ...]:
-    if config.mode == "once":
+    if config.mode != "each":
         return (block.once,)
     if METHODS[config.method].keys_only and block.keys is not None:
         return (block.keys,)
@@ -126,6 +140,7 @@ def _ratios(blocks: list[Block], config: MergeConfig) -> dict[str, float]:
         matching = [name for name in names if fnmatchcase(name, pattern)]
         if not matching:
             example = next(iter(names), "none")
-            raise ValueError(f"overrides: {pattern!r} matches no module; names look like {example!r}")
+            whole = "" if config.mode == "each" else "; modules inside blocks have names in mode='each' only"
+            raise ValueError(f"overrides: {pattern!r} matches no module; names look like {example!r}{whole}")
         ratios |= dict.fromkeys(matching, ratio)
     return ratios

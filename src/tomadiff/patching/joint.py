@@ -151,6 +151,18 @@ class UnmergeImagePart(GroupHook):
         return unmerge_image(output, plan, output.shape[1] - plan.sizes.shape[1])
 
 
+class UnmergeCached(GroupHook):
+    """Inside a cache on an attention whose tokens, all of the image, come merged; see `MergeCached`."""
+
+    def initialize_hook(self, module: nn.Module) -> nn.Module:
+        self._cached = is_cached(module)
+        return module
+
+    def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
+        plan = self.session.clock.current.plans.get(self.group)
+        return output if plan is None or not self._cached else plan.unmerge(output)
+
+
 class MergeCached(GroupHook):
     """Around a cache on an attention that lies between merge and unmerge.
 

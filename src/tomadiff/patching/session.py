@@ -102,6 +102,10 @@ class Session:
         # Two pipelines may share one model; the clock's current pass must not change under a running call.
         self._lock = threading.RLock()
         self._owner: int | None = None
+        # Training may run a block again by itself (gradient checkpointing), so there each merges for itself.
+        self.in_one_go = True
+        # Why blocks cannot merge as a whole in this call.
+        self.apart = ""
         # Of the whole model, while it runs: a pipeline may call a part of it (`pos_embed`) by itself.
         self.order: Layout | None = None
 
@@ -143,11 +147,13 @@ class Session:
         current = self.clock.enter(reading.call)
         current.advance(ratio, self.config.select_every, self.config.weights_every)
         current.batch = reading.batch
+        self.in_one_go = not torch.is_grad_enabled()
+        self.apart = "" if self.config.mode == "each" else reading.apart
         current.layouts = {}
         for name, group in self.groups.items():
             wanted = ratio if group.ratio is None or ratio is None else group.ratio
             grids = reading.grids.get(group.kind, ())
-            if wanted and self._enough(grids):
+            if wanted and self._enough(grids) and not self.apart:
                 current.layouts[name] = self.method.layout(
                     grids, wanted, reading.device, current.steps, group.variant
                 )

@@ -82,6 +82,8 @@ def _note(session: Session, place: Place, tokens: int | None, layout: Layout | N
         return "not run yet"
     if layout is not None:
         return ""
+    if session.apart:
+        return f"left alone: {session.apart}"
     if tokens < session.config.min_tokens:
         return f"left alone: under {session.config.min_tokens} tokens"
     return "resting at this step"

@@ -68,6 +68,7 @@ class Reading:
     """What one call of a model shows. `progress` runs from 0 (noise) to 1 (picture).
 
     grids: by kind of block; a kind that is missing rests in this call
+    apart: why modules must see all of their tokens in this call, so that no block can merge as a whole
     """
 
     call: Call
@@ -75,6 +76,7 @@ class Reading:
     batch: int
     grids: Mapping[str, tuple[Grid, ...]]
     device: torch.device
+    apart: str = ""
 
 
 class Adapter(ABC):

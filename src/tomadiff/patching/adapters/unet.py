@@ -10,11 +10,22 @@ from typing import Any
 from diffusers import ControlNetModel, UNet2DConditionModel
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from torch import nn
 
 from tomadiff.core.regions import Grid
-from tomadiff.patching.adapters.base import Adapter, Block, Passage, Reading, Site, form_of, read_timestep
+from tomadiff.patching.adapters.base import (
+    Adapter,
+    Block,
+    HookMaker,
+    Passage,
+    Reading,
+    Site,
+    form_of,
+    read_timestep,
+)
 from tomadiff.patching.clock import Call
 from tomadiff.patching.hooks import MergeAround, MergeOnce, MergeSelfAttention, WeighKeys
+from tomadiff.patching.joint import MergeCached, UnmergeCached
 from tomadiff.patching.order import Arrange, Restore
 
 # `ip_adapter_masks` are resized to the tokens of the picture, row by row.
@@ -64,7 +75,17 @@ class UNetAdapter(Adapter):
             batch=sample.shape[0],
             grids=grids,
             device=sample.device,
+            apart=self._apart(given),
         )
+
+    def _apart(self, given: Mapping[str, Any]) -> str:
+        """Masks belong to tokens one by one; chunks of the feed-forward divide the tokens there are."""
+        if given.get("attention_mask") is not None:
+            return "attention mask"
+        if (given.get("cross_attention_kwargs") or {}).get("ip_adapter_masks") is not None:
+            return "IP-Adapter masks"
+        blocks = (b for transformer in self._transformers.values() for b in transformer.transformer_blocks)
+        return "forward chunking" if any(getattr(b, "_chunk_size", None) for b in blocks) else ""
 
     def _kind(self, name: str) -> str:
         """The resolution of a transformer, from where it stands in the U: 0 is that of the latents."""
@@ -83,6 +104,11 @@ def unet_block(name: str, block: BasicTransformerBlock, kind: str, stack: str = 
     if block.attn2 is not None:
         sites.append(Site("cross", f"{name}.attn2", ((block.attn2, CROSS_ATTENTION),)))
     sites.append(Site("ff", f"{name}.ff", ((block.ff, MergeAround),)))
-    weigh = () if block.only_cross_attention else ((block.attn1, WeighKeys),)
-    once = Site("block", name, ((block, MergeOnce), *weigh))
+    inside: list[tuple[nn.Module, HookMaker]] = []
+    if not block.only_cross_attention:
+        inside.append((block.attn1, WeighKeys))
+    for attention in (block.attn1, block.attn2):
+        if attention is not None:
+            inside += [(attention, UnmergeCached), (attention, MergeCached)]
+    once = Site("block", name, ((block, MergeOnce), *inside))
     return Block(name, block, kind, tuple(sites), once, stack=stack)
