@@ -151,7 +151,7 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="How often each is timed, in turns.")] = 9,
     steps: Annotated[int, typer.Option(min=1, help="Of a whole picture; pipelines only.")] = 25,
     size: Annotated[
-        int | None, typer.Option(min=64, help="Of the picture in pixels; pipelines only.")
+        int | None, typer.Option(min=64, help="Of the picture in pixels; sdxl and pipelines only.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cuda when there is one, else cpu.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
@@ -172,6 +172,8 @@ def bench(
 
     console = Console()
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if size is not None:
+        _check_size(size)
     if dtype not in ("float32", "bfloat16", "float16"):
         raise typer.BadParameter(f"unknown dtype {dtype!r}", param_hint="--dtype")
 

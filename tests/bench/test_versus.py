@@ -97,6 +97,23 @@ def whole() -> targets.Target:
     return targets.Target("unet", "sd", unet, arguments, 1, lambda step: 999 - step)
 
 
+def test_the_whole_unet_has_a_size(monkeypatch):
+    small = shapes.SDXL | {
+        "block_out_channels": (16, 16, 16),
+        "attention_head_dim": (1, 2, 2),
+        "transformer_layers_per_block": (1, 1, 1),
+        "norm_num_groups": 8,
+    }
+    monkeypatch.setattr(targets, "SDXL", small)
+    target = targets.build("sdxl", size=256)
+    assert target.arguments["sample"].shape == (1, 4, 32, 32)
+    (toma,) = measurements = versus.entries(target, ("toma",), (0.5,))
+    versus.run(target, measurements, rounds=1)
+    assert toma.flops > 0
+    with pytest.raises(ValueError, match="a size of its own"):
+        targets.build("small", size=256)
+
+
 def test_the_package_tomesd_is_timed_on_whole_unets(whole):
     none, package = measurements = versus.entries(whole, ("none", versus.TOMESD), (0.5,))
     versus.run(whole, measurements, rounds=1)

@@ -12,6 +12,7 @@ from typing import Any
 
 import diffusers
 import torch
+from rich import box
 from rich.table import Table
 from torch import nn
 
@@ -70,10 +71,11 @@ def environment(target: Target, compiled: bool = False) -> dict[str, Any]:
 
 def tables(measured: list[dict[str, Any]]) -> list[Table]:
     """The comparison, and what merging itself costs; each fits a terminal of 80 columns."""
-    compared = Table(title=f"{measured[0]['target']}, {len(measured[0]['rounds'])} rounds in turns")
+    title = f"{measured[0]['target']}, {len(measured[0]['rounds'])} rounds in turns"
+    compared = Table(title=title, box=box.SIMPLE_HEAD)
     for name in ("method", "ratio", "seconds", "speed-up", "±", "of ceiling", "±", "GFLOP", "peak MB"):
         compared.add_column(name, justify="right")
-    costs = Table(title="what merging costs in one call, in milliseconds")
+    costs = Table(title="what merging costs in one call, in milliseconds", box=box.SIMPLE_HEAD)
     for name in ("method", "ratio", "new plan", "new weights", "merge", "unmerge"):
         costs.add_column(name, justify="right")
     for row in measured:

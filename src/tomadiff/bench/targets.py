@@ -172,11 +172,11 @@ def _sdxl_block(name: str, side: int, width: int, shared_by: int) -> Target:
     return Target(name, "sdxl", model, arguments, shared_by, lambda step: 999 - step)
 
 
-def _sdxl(name: str) -> Target:
+def _sdxl(name: str, size: int = 1024) -> Target:
     with torch.device("meta"):
         model = UNet2DConditionModel(**SDXL)
     arguments = {
-        "sample": smooth(1, 4, 128, 128),
+        "sample": smooth(1, 4, size // 8, size // 8),
         "encoder_hidden_states": torch.randn(1, 77, 2048),
         "added_cond_kwargs": {"text_embeds": torch.randn(1, 1280), "time_ids": torch.ones(1, 6)},
     }
@@ -261,7 +261,8 @@ def build(name: str, steps: int = 25, size: int | None = None) -> Target:
     """A target by name, always with the same weights and inputs.
 
     `unet-block-8-1280` and the like are blocks of other sizes: 8 x 8 tokens of width 1280. A folder, or a
-    name with a slash, is a pipeline that draws whole pictures, of `steps` steps and `size` pixels.
+    name with a slash, is a pipeline that draws whole pictures, of `steps` steps and `size` pixels; `sdxl` has
+    a size too.
     """
     if name in models.CALL:
         arguments = models.CALL[name] | {"prompt": "popcorn on a green background"}
@@ -273,8 +274,12 @@ def build(name: str, steps: int = 25, size: int | None = None) -> Target:
     if name not in TARGETS and other is None:
         known = ", ".join((*TARGETS, *models.CALL, "unet-block-SIDE-WIDTH", "path/to/a/pipeline"))
         raise ValueError(f"unknown target {name!r}; there are {known}")
+    if size is not None and name != "sdxl":
+        raise ValueError(f"{name} has a size of its own; sizes are for sdxl and for pipelines")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
+        if size is not None:
+            return _sdxl(name, size)
         if other is None:
             return TARGETS[name](name)
         # In a UNet of Stable Diffusion 1 there is a convolution between any two blocks.

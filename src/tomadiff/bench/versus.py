@@ -191,28 +191,27 @@ def _merging(target: Target, measurement: Measurement) -> Iterator[None]:
         handle.remove()
 
 
-def _keep_time(target: Target) -> Overhead:
-    """What its merging costs from now on; stays zero where the merging is not ours."""
+def _take_apart(target: Target, measurement: Measurement) -> None:
+    """The parts of the overhead, in calls of their own."""
     session = session_of(target.model)
-    if session is None:
-        return Overhead()
+    assert session is not None
     method = TimedMethod(session.method, target.device)
     session.method = cast(Method, method)
-    return method.spent
+    for step in range(target.calls_per_plan):
+        target.call(step)
+    each = {part: getattr(method.spent, part) / target.calls_per_plan for part in ("merge", "unmerge")}
+    measurement.overhead = replace(method.spent, **each)
+    if "reuse" in measurement.kinds:
+        target.call(2)
+    if "weights" in measurement.kinds:
+        measurement.overhead.weights = method.spent.weights
 
 
 def _count(target: Target, measurement: Measurement) -> None:
     """FLOPs, memory and the parts of the overhead, in calls of their own that also warm up."""
     with _merging(target, measurement):
-        spent = _keep_time(target)
-        for step in range(target.calls_per_plan):
-            target.call(step)
-        each = {part: getattr(spent, part) / target.calls_per_plan for part in ("merge", "unmerge")}
-        measurement.overhead = replace(spent, **each)
-        if "reuse" in measurement.kinds:
-            target.call(2)
-        if "weights" in measurement.kinds:
-            measurement.overhead.weights = spent.weights
+        if measurement.method not in ("none", "free", TOMESD):
+            _take_apart(target, measurement)
 
         def usual() -> None:
             """Uses a plan again, where the method does; the peers match anew in every call."""
