@@ -14,8 +14,9 @@ def test_sizes_weigh_the_same_as_a_mask_and_as_a_dimension():
 
 
 def test_unmerging_in_one_call_is_the_same_as_in_two():
-    two, one, _ = (run() for run in tried.unmerging(0.5).values())
+    in_place, two, one, _ = (run() for run in tried.unmerging(0.5).values())
     torch.testing.assert_close(one, two)
+    assert torch.equal(in_place, two)
 
 
 def test_both_orders_are_the_same():

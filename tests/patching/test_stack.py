@@ -7,6 +7,7 @@ from diffusers.hooks import apply_pyramid_attention_broadcast
 
 import tomadiff
 from tomadiff import MergeConfig, preset
+from tomadiff.bench.targets import LoneBlock
 from tomadiff.methods.toma import ToMAPlan
 from tomadiff.patching.apply import session_of
 
@@ -167,3 +168,16 @@ def test_a_cache_on_attention_keeps_what_no_plan_decides(unet, text, mode, cache
     original = run(tomadiff.remove(unet), text, timesteps=(900, 800, 700))
     assert result.shape == original.shape
     assert not torch.equal(result, original)
+
+
+@pytest.mark.parametrize("mode", ["each", "once", "stack"])
+@torch.no_grad()
+def test_autocast_leaves_the_residual_stream_in_its_precision(mode):
+    block = LoneBlock(8, 32, 2, text_width=16).eval()
+    x, text = torch.randn(1, 64, 32), torch.randn(1, 5, 16)
+    with torch.autocast("cpu", torch.bfloat16), tomadiff.merged(block, config=HARD.replace(mode=mode)):
+        merged = block(x, timestep=900, encoder_hidden_states=text)
+    with tomadiff.merged(block, config=HARD.replace(mode=mode)):
+        exact = block(x, timestep=900, encoder_hidden_states=text)
+    assert merged.dtype == torch.float32
+    assert torch.allclose(merged, exact, atol=0.05)

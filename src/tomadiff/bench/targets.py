@@ -77,10 +77,19 @@ class Target:
 
 
 @dataclass
-class Generation(Target):
-    """A whole pipeline: one call draws a picture. Merges what the defaults of its family merge."""
+class WholeModel(Target):
+    """A model whose calls are so long that plans do not show in them: every call that is timed makes its
+    plans anew, which charges a little more than a generation would."""
 
     calls_per_plan: ClassVar[int] = 1
+
+    def kinds(self, config: MergeConfig, shared_by: int) -> tuple[str, ...]:
+        return ("select",)
+
+
+@dataclass
+class Generation(WholeModel):
+    """A whole pipeline: one call draws a picture. Merges what the defaults of its family merge."""
 
     pipe: DiffusionPipeline = None
 
@@ -92,9 +101,6 @@ class Generation(Target):
     def call(self, step: int) -> Any:
         random = torch.Generator(self.device).manual_seed(0)
         return self.pipe(**self.arguments, generator=random, output_type="latent")
-
-    def kinds(self, config: MergeConfig, shared_by: int) -> tuple[str, ...]:
-        return ("select",)
 
     def scheduled(self, config: MergeConfig) -> MergeConfig:
         return config
@@ -180,7 +186,7 @@ def _sdxl(name: str, size: int = 1024) -> Target:
         "encoder_hidden_states": torch.randn(1, 77, 2048),
         "added_cond_kwargs": {"text_embeds": torch.randn(1, 1280), "time_ids": torch.ones(1, 6)},
     }
-    return Target(name, "sdxl", _randomise(model), arguments, 1, lambda step: 999 - step)
+    return WholeModel(name, "sdxl", _randomise(model), arguments, 1, lambda step: 999 - step)
 
 
 def _flux(name: str, dual: int, single: int, shared_by: int) -> Target:

@@ -73,6 +73,7 @@ def unmerging(ratio: float, tile: int = 4) -> dict[str, Run]:
     x = torch.randn(regions, length, WIDTH)
     nearest = (torch.randint(keep, (regions, length)) + keep * torch.arange(regions)[:, None]).flatten()
     return {
+        "product, then sum in place": lambda: (weights @ y).add_(x),
         "product, then sum": lambda: x + weights @ y,
         "both in one call": lambda: torch.baddbmm(x, weights, y),
         "gathered copies of a hard assignment, then sum": lambda: (

@@ -141,8 +141,9 @@ class MergeOnce(GroupHook):
         if "block" not in self.session.scratch or (self.goes_on and self.session.in_one_go):
             return output
         x, merged = self.session.scratch.pop("block")
-        result: torch.Tensor = x + self.session.clock.current.plans[self.group].unmerge(output - merged)
-        return result
+        update = self.session.clock.current.plans[self.group].unmerge(output - merged)
+        # In place, because new memory costs more than the sum; not where autocast made the update coarser.
+        return update.add_(x) if update.dtype == x.dtype else x + update
 
 
 def key_bias(sizes: torch.Tensor) -> torch.Tensor:

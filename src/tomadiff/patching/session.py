@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -117,7 +118,8 @@ class Session:
             return
         check_tokens(x, layout)
         outdated = current.outdated.get(group)
-        current.plans[group] = self.method.plan(x, layout) if outdated is None else outdated.refresh(x)
+        with _exact(x.device.type):
+            current.plans[group] = self.method.plan(x, layout) if outdated is None else outdated.refresh(x)
 
     def current_plan(self, group: str, x: torch.Tensor) -> Plan | None:
         """The plan to merge x: (B, T, C) with. None if the group rests, or if x is a part of the tokens
@@ -224,3 +226,10 @@ def check_tokens(x: torch.Tensor, layout: Layout) -> None:
 
 def _shape_of(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, device="meta")
+
+
+def _exact(device: str) -> AbstractContextManager[Any]:
+    """Plans compare tokens in float32, also where autocast would have products in less."""
+    if torch.amp.is_autocast_available(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
