@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
+from rich.console import Console
 from typer.testing import CliRunner
 
 import tomadiff
@@ -80,6 +81,16 @@ def test_a_share_of_the_ceiling_is_taken_round_by_round():
     row = report.rows([none, free, toma])[-1]
     assert row["share_of_ceiling"] == pytest.approx(3 / 4)
     assert row["share_spread"] == pytest.approx(0)
+
+
+def test_the_table_tells_of_a_call_that_makes_a_new_plan():
+    none, toma = versus.entries(targets.build("small"), ("none", "toma"), (0.5,))
+    none.rounds.append({"select": 2.0})
+    toma.rounds.append({"select": 1.2345, "weights": 1.1, "reuse": 1.0})
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(*report.tables(report.rows([none, toma])))
+    assert "1,234.5" in shown.get()
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def tables(measured: list[dict[str, Any]]) -> list[Table]:
     for name in ("method", "ratio", "seconds", "speed-up", "±", "of ceiling", "±", "GFLOP", "peak MB"):
         compared.add_column(name, justify="right")
     costs = Table(title="what merging costs in one call, in milliseconds", box=box.SIMPLE_HEAD)
-    for name in ("method", "ratio", "new plan", "new weights", "merge", "unmerge"):
+    for name in ("method", "ratio", "new plan", "new weights", "merge", "unmerge", "call with a new plan"):
         costs.add_column(name, justify="right")
     for row in measured:
         named = (row["method"], f"{row['ratio']:.2f}" if row["ratio"] else "")
@@ -91,7 +91,8 @@ def tables(measured: list[dict[str, Any]]) -> list[Table]:
             f"{row['peak_memory'] / 1e6:,.0f}",
         )
         if row["method"] not in ("none", "free"):
-            costs.add_row(*named, *(f"{1000 * seconds:.1f}" for seconds in row["overhead"].values()))
+            seconds = (*row["overhead"].values(), row["fresh_seconds"])
+            costs.add_row(*named, *(f"{1000 * part:,.1f}" for part in seconds))
     return [compared, costs]
 
 

@@ -31,10 +31,11 @@ def facility_location(similarity: torch.Tensor, count: int) -> torch.Tensor:
     preference = TIE_BREAK * positions
     best = similarity.new_full((regions, 1, length), -1.0)
     taken = torch.zeros(regions, length, dtype=torch.bool, device=similarity.device)
+    offers = torch.empty_like(similarity)  # one for all picks: new memory costs more than the sums
     picks = []
     for _ in range(count):
         # S is symmetric: row a of `similarity` is what candidate a offers to every token.
-        gain = (similarity - best).clamp_min_(0).sum(-1).sub_(preference)
+        gain = torch.sub(similarity, best, out=offers).clamp_min_(0).sum(-1).sub_(preference)
         pick = gain.masked_fill_(taken, -torch.inf).argmax(-1, keepdim=True)
         chosen = positions == pick
         taken |= chosen
