@@ -1,5 +1,7 @@
 """Mode "stack": the blocks of a stack stay merged from the first to the last."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from diffusers import PyramidAttentionBroadcastConfig
@@ -168,6 +170,24 @@ def test_a_cache_on_attention_keeps_what_no_plan_decides(unet, text, mode, cache
     original = run(tomadiff.remove(unet), text, timesteps=(900, 800, 700))
     assert result.shape == original.shape
     assert not torch.equal(result, original)
+
+
+def test_an_interrupted_call_leaves_nothing_behind(unet, text):
+    tomadiff.apply(unet, config=HARD)
+    expected = run(unet, text, timesteps=(900, 800))
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    inside = unet.mid_block.attentions[0].transformer_blocks[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(unet, text)
+    inside.remove()
+    # A pipeline encodes its prompt anew.
+    assert torch.equal(run(unet, text.clone(), timesteps=(900, 800)), expected)
+    with ThreadPoolExecutor(1) as other:
+        result = other.submit(run, unet, text.clone(), timesteps=(900, 800)).result(timeout=60)
+    assert torch.equal(result, expected)
 
 
 @pytest.mark.parametrize("mode", ["each", "once", "stack"])

@@ -135,9 +135,11 @@ class Session:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Forward pre-hook of the model."""
-        self._lock.acquire()
+        if self._owner != threading.get_ident():  # else an interrupt (Ctrl-C) kept the last call from `exit`
+            self._lock.acquire()
         self._owner = threading.get_ident()
         self.order = None
+        self.scratch.clear()
         if self.renew is not None and any(hooked.changed for hooked in self.hooked):
             self.renew()
         given = arguments_by_name(model, args, kwargs)
