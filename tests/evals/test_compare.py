@@ -47,13 +47,14 @@ def test_what_cannot_cost_the_same_costs_less(comparison: Comparison, monkeypatc
     assert in_quarters(comparison.at_cost(entry, 3000)) == 3000
 
 
-def test_a_second_run_draws_nothing_anew(comparison: Comparison, monkeypatch: pytest.MonkeyPatch):
+def test_a_second_run_draws_and_counts_nothing_anew(comparison: Comparison, monkeypatch: pytest.MonkeyPatch):
     first = comparison.run(ENTRIES)
 
     def never(*_: object, **__: object) -> None:
-        raise AssertionError("drawn again")
+        raise AssertionError("done again")
 
     monkeypatch.setattr(models, "draw", never)
+    monkeypatch.setattr(compare, "count_flops", never)
     assert comparison.run(ENTRIES) == first
 
 

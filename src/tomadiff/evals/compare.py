@@ -3,7 +3,7 @@
 python -m tomadiff.evals.compare --model emoji-flux --json quality.json --sheet quality.png
 python -m tomadiff.evals.compare --model emoji-flux --what settings --prompts 16 --seeds 1 --steps 12
 
-Pictures are kept in `--work`; a comparison that was interrupted continues there.
+Pictures and counted operations are kept in `--work`; a comparison that was interrupted continues there.
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ class Comparison:
         self.pipe: DiffusionPipeline = models.load(model)
         self.model, self.folder, self.batch = model, folder, batch
         folder.mkdir(parents=True, exist_ok=True)
-        self.costs: dict[str, int] = {}
         # Pictures of other weights must not be taken for those of these.
         weights = sorted((models.WEIGHTS / model).rglob("*.safetensors"))
         self.weights = hashlib.sha256(b"".join(path.read_bytes() for path in weights)).hexdigest()
@@ -92,13 +91,18 @@ class Comparison:
         return load_file(path)["pictures"].float() / 255
 
     def cost(self, config: MergeConfig) -> int:
-        """Counted operations of one whole picture."""
-        key = config.to_json()
-        if key not in self.costs:
+        """Counted operations of one whole picture, counted once and kept."""
+        path = self.folder / "costs.json"
+        costs: dict[str, int] = json.loads(path.read_text()) if path.exists() else {}
+        key = json.dumps([self.weights, self.options, config.to_json()])
+        if key not in costs:
             options = self.options | {"output_type": "latent"}
             with tomadiff.merged(self.pipe, config=config):
-                self.costs[key] = count_flops(lambda: self.pipe(self.prompts[0], **options))
-        return self.costs[key]
+                costs[key] = count_flops(lambda: self.pipe(self.prompts[0], **options))
+            partial = path.with_suffix(".partial")
+            partial.write_text(json.dumps(costs, indent=0))
+            os.replace(partial, path)
+        return costs[key]
 
     def at_cost(self, entry: Entry, wanted: int) -> MergeConfig:
         """The entry at the ratio whose cost is `wanted`, within a thousandth of the unmerged model's.

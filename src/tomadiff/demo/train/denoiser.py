@@ -56,7 +56,7 @@ def recipe(out: Path, name: str, stages: tuple[Stage, ...]) -> Recipe[Denoiser]:
         print(f"{name} step {step} at {resolution} px", flush=True)
         return {"resolution": resolution}
 
-    return Recipe(loss_at, lambda step: learning_rate(stages, step), report, ema_decay=0.995, half=True)
+    return Recipe(loss_at, lambda step: learning_rate(stages, step), report, ema_decay=0.995)
 
 
 def prepare(out: Path, name: str) -> Training[Denoiser]:

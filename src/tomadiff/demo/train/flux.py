@@ -15,24 +15,25 @@ from torch import nn
 
 from . import meaning, text, vocabulary
 from .stages import HIGH_NOISE_SHARE
-from .watch import HEAD, Watch
+from .watch import HEAD, Find, Watch
 
 FINAL_TOKENS_PER_SIDE = 32
 # How far noise levels move up: a picture of 256 pixels takes more noise to hide.
 SHIFT = 2.0
-HIGH_NOISE = 0.85
-# Of the query that finds places: how much of each wave, from the fastest (of 6 tokens' length) on, and how
-# much does not turn.
-WAVES = (0.15, 0.4, 0.3, 0.15)
+HIGH_NOISE = 0.75
+# Of the query that finds places: how much of each wave, from the fastest (of 6 tokens' length) on, along rows
+# and columns, and how much does not turn.
+PART_WAVES, LINE_WAVES = (0.15, 0.4, 0.3, 0.15), (0.4, 0.3, 0.25, 0.05)
 STILL = 0.2
-# How many heads of the first block find places.
-FINDERS = 3
+# What the heads of the first block find. A part is 4 x 4 tokens; rows and columns tell where in it a token
+# lies.
+FINDERS: tuple[Find, ...] = ("part", "part", "row", "column")
 
 
 def watched(transformer: FluxTransformer2DModel, side: int) -> Watch:
     """Watch where the first block's finders look in one call of the transformer, and what all blocks make of
     the image tokens, side x side."""
-    seen = Watch()
+    seen = Watch(FINDERS)
     rotation = transformer.pos_embed(positions(side))
 
     def grid(output: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -45,7 +46,7 @@ def watched(transformer: FluxTransformer2DModel, side: int) -> Watch:
         return one.squeeze(2)
 
     attention = transformer.transformer_blocks[0].attn
-    for head in range(min(FINDERS, attention.heads)):
+    for head in range(min(len(FINDERS), attention.heads)):
         # The caption's tokens are all at the place (0, 0, 0): nothing turns their keys.
         seen.record(attention.norm_added_k, seen.keys, itemgetter((..., head, slice(None))))
         seen.record(attention.norm_q, seen.queries, partial(turned, head))
@@ -148,49 +149,71 @@ class FluxModel(nn.Module):
 
 @torch.no_grad()
 def point_to_places(model: FluxModel, tokens: torch.Tensor) -> None:
-    """Set some heads of the first block to read, at each place, the token that tells about its part.
+    """Set the heads of the first block to read, at each place, the token that tells about its part, and those
+    that stand for its row and its column.
 
     Queries are alike for all image tokens, so that only the rotation by their places tells them apart; the
-    key of a part's token is turned as the middle of the part would be; all other keys point away. Which
-    weights make such keys of a caption's tokens: least squares over these captions. Learned by descent it
-    takes very long, because queries and keys have a fixed length. tokens: (B, T)
+    key of a part's token is turned as the middle of the part would be, or the row or column it stands for;
+    all other keys point away. Of rows and columns the values tell which, and nothing else. Which
+    weights make such keys and values of a caption's tokens: least squares over these captions. Learned by
+    descent it takes very long, because queries and keys have a fixed length. tokens: (B, T)
     """
-    embed = model.transformer.pos_embed
     attention = model.transformer.transformer_blocks[0].attn
-    count = meaning.GRID**2
-    query = _compass(embed.axes_dim)
-    turned = apply_rotary_emb(query.expand(1, count, 1, -1), embed(positions(meaning.GRID)), sequence_dim=1)
-    away = torch.zeros_like(query)
-    away[: embed.axes_dim[0]] = -1
-    away *= query.norm() / away.norm()
-
     generator = torch.Generator().manual_seed(0)
-    image = torch.randn(len(tokens), count, model.transformer.config.in_channels, generator=generator)
+    image = torch.randn(
+        len(tokens), meaning.GRID**2, model.transformer.config.in_channels, generator=generator
+    )
     given: list[torch.Tensor] = []
     handle = attention.add_k_proj.register_forward_pre_hook(lambda _, args: given.append(args[0]))
     model(image, torch.rand(len(tokens), generator=generator), tokens)
     handle.remove()
-    wanted = away.repeat(tokens.shape[1], 1)
-    wanted[model.tellers] = turned[0, :, 0]
-    states = F.pad(given[0], (0, 1), value=1.0).flatten(0, 1)
-    keys = torch.linalg.lstsq(states.double(), wanted.repeat(len(tokens), 1).double()).solution.float()
-    for head in range(min(FINDERS, attention.heads)):
+    states = F.pad(given[0], (0, 1), value=1.0).flatten(0, 1).double()
+
+    def fit(layer: nn.Linear, rows: slice, wanted: torch.Tensor) -> None:
+        """wanted: (T, HEAD)"""
+        found = torch.linalg.lstsq(states, wanted.repeat(len(tokens), 1).double()).solution.float()
+        layer.weight[rows], layer.bias[rows] = found[:-1].T, found[-1]
+
+    for head, find in zip(range(attention.heads), FINDERS, strict=False):
         rows = slice(head * HEAD, (head + 1) * HEAD)
-        attention.add_k_proj.weight[rows], attention.add_k_proj.bias[rows] = keys[:-1].T, keys[-1]
+        query, turned, away = _compass(model.transformer, find)
+        keys = away.repeat(tokens.shape[1], 1)
+        keys[model.tellers] = turned
+        fit(attention.add_k_proj, rows, keys)
         attention.to_k.weight[rows], attention.to_k.bias[rows] = 0, away
         attention.to_q.weight[rows], attention.to_q.bias[rows] = 0, query
+        if find != "part":
+            values = torch.zeros(tokens.shape[1], HEAD)
+            values[model.tellers] = meaning.places().repeat(1, HEAD // (2 * meaning.GRID))
+            fit(attention.add_v_proj, rows, values)
 
 
-def _compass(axes: tuple[int, ...]) -> torch.Tensor:
-    """A query that shows by its rotation where it is: slow and fast waves along both axes, and a part that
-    never turns, to know keys that point away by. -> (HEAD,) as long as a normalised one"""
-    still, *moving = axes
-    waves = [(share / len(moving)) ** 0.5 for share in WAVES]
-    turning = [F.pad(torch.tensor(waves).repeat_interleave(2), (0, size - 2 * len(waves))) for size in moving]
-    for axis in turning:
-        axis[1::2] = 0
-    rest = torch.full((still,), (STILL / still) ** 0.5)
-    return math.sqrt(HEAD) * torch.cat([rest, *(math.sqrt(1 - STILL) * axis for axis in turning)])
+def _compass(
+    transformer: FluxTransformer2DModel, find: Find
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A query that shows by its rotation where it is: slow and fast waves along the axes that matter, and a
+    part that never turns, to know keys that point away by. All as long as normalised ones.
+
+    -> the query (HEAD,), as it is turned at the places of the 64 tokens (64, HEAD), a key that points away
+    (HEAD,)
+    """
+    embed = transformer.pos_embed
+    still, *moving = embed.axes_dim
+    waves, axes = (
+        (PART_WAVES, (0.5, 0.5)) if find == "part" else (LINE_WAVES, (find == "row", find == "column"))
+    )
+    turning = []
+    for size, share in zip(moving, axes, strict=True):
+        axis = torch.zeros(size)
+        axis[0 : 2 * len(waves) : 2] = ((1 - STILL) * share * torch.tensor(waves)).sqrt()
+        turning.append(axis)
+    query = math.sqrt(HEAD) * torch.cat([torch.full((still,), (STILL / still) ** 0.5), *turning])
+    count = meaning.GRID**2
+    line = torch.arange(count)[:, None] / (count / FINAL_TOKENS_PER_SIDE) * torch.tensor([0, 1, 1])
+    rotation = embed(positions(meaning.GRID) if find == "part" else line)
+    turned = apply_rotary_emb(query.expand(1, count, 1, -1), rotation, sequence_dim=1)[0, :, 0]
+    away = F.pad(torch.full((still,), -math.sqrt(HEAD / still)), (0, HEAD - still))
+    return query, turned, away
 
 
 def draw_times(count: int, share: float, generator: torch.Generator) -> torch.Tensor:

@@ -33,10 +33,7 @@ def stop_on_signal() -> None:
 
 @dataclass(frozen=True)
 class Recipe(Generic[Model]):
-    """How one model is trained. `loss_at(module, step, generator)` draws a batch and returns a scalar.
-
-    `half` computes in bfloat16, with weights and sums in float32.
-    """
+    """How one model is trained. `loss_at(module, step, generator)` draws a batch and returns a scalar."""
 
     loss_at: Callable[[Model, int, torch.Generator], torch.Tensor]
     lr_at: Callable[[int], float]
@@ -48,7 +45,6 @@ class Recipe(Generic[Model]):
     weight_decay: float = 0.01
     clip: float = 1.0
     seed: int = 0
-    half: bool = False
 
 
 # Where the blocks of Flux and the UNet, T5 and CLIP are.
@@ -199,8 +195,7 @@ class Training(Generic[Model]):
     def _take_step(self) -> float:
         recipe = self.recipe
         generator = torch.Generator().manual_seed(recipe.seed * 1_000_000_007 + self.step)
-        with torch.autocast("cpu", torch.bfloat16, enabled=recipe.half):
-            loss = recipe.loss_at(self.module, self.step, generator)
+        loss = recipe.loss_at(self.module, self.step, generator)
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(self.module.parameters(), recipe.clip)
         for optimizer in self.optimizers:

@@ -164,16 +164,15 @@ def teach(
         rows = torch.randint(0, len(told.tokens), (CAPTIONS_PER_STEP,), generator=generator)
         captions, look, whole = told.draw(rows)
         others, detail = shown.draw(PICTURES_PER_STEP, generator)
-        with torch.autocast("cpu", torch.bfloat16):
-            words, pooled = states(torch.cat([captions, others]))
-            few, many = words[:, tellers].split([len(captions), len(others)])
-            found = {
-                "look": readers["look"](few),
-                "whole": readers["whole"](pooled[: len(captions)]),
-                "detail": readers["detail"](many),
-            }
+        words, pooled = states(torch.cat([captions, others]))
+        few, many = words[:, tellers].split([len(captions), len(others)])
+        found = {
+            "look": readers["look"](few),
+            "whole": readers["whole"](pooled[: len(captions)]),
+            "detail": readers["detail"](many),
+        }
         wanted = {"look": look, "whole": whole, "detail": detail}
-        losses = {name: F.mse_loss(found[name].float(), wanted[name]) for name in found}
+        losses = {name: F.mse_loss(found[name], wanted[name]) for name in found}
         torch.autograd.backward(losses["look"] + losses["whole"] + 2 * losses["detail"])
         for stepper in steppers:
             for group in stepper.param_groups:

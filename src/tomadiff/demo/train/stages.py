@@ -23,7 +23,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
     "emoji-flux": (
         Stage(64, 1400, 32, 2e-3, 3e-4, 30),
         Stage(128, 200, 16, 8e-4, 5e-4, 20),
-        Stage(256, 650, 6, 6e-4, 1e-5, 20),
+        Stage(256, 900, 6, 6e-4, 1e-5, 20),
     ),
     "emoji-xl": (
         Stage(64, 900, 32, 1e-3, 3e-4, 50),
@@ -32,15 +32,15 @@ STAGES: dict[str, tuple[Stage, ...]] = {
     ),
 }
 
-# The share of noise levels so high that only the caption says what to draw, by side of the latents. Text
-# and shape are learned at 64 pixels, detail at 256; a UNet has to learn anew at each size what belongs where.
+# The share of noise levels so high that only the caption says what to draw, by side of the latents. What a
+# caption says of a place has to be learned anew at each size.
 HIGH_NOISE_SHARE = {
-    "emoji-flux": {16: 0.5, 32: 0.3, 64: 0.2},
+    "emoji-flux": {16: 0.5, 32: 0.5, 64: 0.5},
     "emoji-xl": {16: 0.5, 32: 0.4, 64: 0.35},
 }
 
 # Which model is trained up to which step, one after the other.
-PLAN: tuple[tuple[str, int], ...] = (("emoji-flux", 2250), ("emoji-xl", 2700))
+PLAN: tuple[tuple[str, int], ...] = (("emoji-flux", 2500), ("emoji-xl", 2700))
 
 
 def locate(stages: tuple[Stage, ...], step: int) -> tuple[Stage, int]:

@@ -8,9 +8,11 @@ of queries and keys alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
+from itertools import repeat
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,16 +24,20 @@ HEAD = 64
 # What not finding places, and not knowing the picture at each block, weigh in the loss.
 PLACES = 0.03
 PICTURE = 0.3
+# Which of the 64 tokens that tell a picture's parts a head looks for.
+Find = Literal["part", "row", "column"]
 
 
 class Watch:
     """What one call of a denoiser shows; as a context it stops watching in the end.
 
     `queries` and `keys` are those of single heads that attend to the caption, places (B, N, HEAD) and tokens
-    (B, T, HEAD); `features` are what blocks give out, (B, C, H, W).
+    (B, T, HEAD); `features` are what blocks give out, (B, C, H, W). `finds`: what each of the heads looks
+    for, in the order they are recorded; by default all look for the part they lie in.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, finds: Iterable[Find] = repeat("part")) -> None:
+        self.finds = finds
         self.queries: list[torch.Tensor] = []
         self.keys: list[torch.Tensor] = []
         self.features: list[torch.Tensor] = []
@@ -62,8 +68,8 @@ class Watch:
         # A place that is larger than a part has no one part to look for.
         return torch.stack(
             [
-                _places(queries, keys, tellers)
-                for queries, keys in zip(self.queries, self.keys, strict=True)
+                _places(queries, keys, tellers, find)
+                for queries, keys, find in zip(self.queries, self.keys, self.finds, strict=False)
                 if queries.shape[1] >= vocabulary.PARTS
             ]
         ).mean()
@@ -74,7 +80,7 @@ class Watch:
         return torch.stack(
             [
                 F.mse_loss(
-                    reader(features).float(),
+                    reader(features),
                     F.pixel_unshuffle(latents, latents.shape[-1] // features.shape[-1]),
                 )
                 for reader, features in zip(readers, self.features, strict=True)
@@ -82,10 +88,25 @@ class Watch:
         ).mean()
 
 
-def _places(queries: torch.Tensor, keys: torch.Tensor, tellers: slice) -> torch.Tensor:
+def wanted(find: Find, side: int) -> torch.Tensor:
+    """Which of the 64 tokens each place of a grid should find. -> (side * side,)
+
+    The part it lies in; or the one that stands for its row, or its column: they stand for 64 of them, so that
+    eight in a row, of one part, also tell where in the part a place lies.
+
+    >>> wanted("part", 16)[:4].tolist(), wanted("column", 16)[:4].tolist()
+    ([0, 0, 1, 1], [1, 5, 9, 13])
+    """
+    place = torch.arange(side)
+    fine = (2 * place + 1) * vocabulary.PARTS // (2 * side) - 1
+    if find == "part":
+        part = place * meaning.GRID // side
+        return (meaning.GRID * part[:, None] + part).flatten()
+    return fine.repeat_interleave(side) if find == "row" else fine.repeat(side)
+
+
+def _places(queries: torch.Tensor, keys: torch.Tensor, tellers: slice, find: Find) -> torch.Tensor:
     """queries: (B, N, C) of a square grid, keys: (B, T, C)"""
-    scores = queries.float() @ keys.float().mT / HEAD**0.5
-    side = int(queries.shape[1] ** 0.5)
-    row = torch.arange(side) * meaning.GRID // side
-    token = torch.arange(keys.shape[1])[tellers][(meaning.GRID * row[:, None] + row).flatten()]
+    scores = queries @ keys.mT / HEAD**0.5
+    token = torch.arange(keys.shape[1])[tellers][wanted(find, math.isqrt(queries.shape[1]))]
     return F.cross_entropy(scores.flatten(0, 1), token.repeat(len(queries)))
