@@ -19,6 +19,7 @@ from .data import load_glyphs
 from .flux import FluxModel, point_to_places
 from .loop import Recipe, Training, stop_on_signal
 from .stages import STAGES, Stage, learning_rate, locate
+from .unpack import unpack_parts
 from .xl import XLModel
 
 Denoiser = FluxModel | XLModel
@@ -70,6 +71,7 @@ def prepare(out: Path, name: str) -> Training[Denoiser]:
         meaning.teach(module, module.text_states, module.tellers, told, meaning.details(pool))
         if isinstance(module, FluxModel):
             point_to_places(module, pool.draw(96, torch.Generator().manual_seed(0))[1])
+            unpack_parts(module, pool)
     return Training(module, recipe(out, name, STAGES[name]), out / name)
 
 

@@ -107,8 +107,17 @@ class FluxModel(nn.Module):
         error = F.mse_loss(predicted, noise - image)
         return error + seen.loss(latents, self.tellers, self.readers)
 
-    def forward(self, image: torch.Tensor, time: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Velocity. image: (B, N, 32); time: (B,), 0 picture, 1 noise; tokens: (B, T) -> (B, N, 32)"""
+    def forward(
+        self,
+        image: torch.Tensor,
+        time: torch.Tensor,
+        tokens: torch.Tensor,
+        places: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Velocity. image: (B, N, 32); time: (B,), 0 picture, 1 noise; tokens: (B, T) -> (B, N, 32)
+
+        places: (N, 3), where the image tokens lie; by default they are a whole picture
+        """
         # The text encoders have learned before, by themselves, and stay as they are.
         with torch.no_grad():
             words, pooled = self.text_states(tokens)
@@ -117,7 +126,7 @@ class FluxModel(nn.Module):
             encoder_hidden_states=words,
             pooled_projections=pooled,
             timestep=time,
-            img_ids=positions(math.isqrt(image.shape[1])),
+            img_ids=positions(math.isqrt(image.shape[1])) if places is None else places,
             txt_ids=torch.zeros(words.shape[1], 3),
             return_dict=False,
         )[0]

@@ -122,6 +122,15 @@ def optimizers(module: nn.Module, weight_decay: float = 0.01) -> list[torch.opti
     return every
 
 
+def take_step(steppers: list[torch.optim.Optimizer], rate: float) -> None:
+    """Move the weights of `optimizers` along their gradients, and forget those."""
+    for stepper in steppers:
+        for group in stepper.param_groups:
+            group["lr"] = group["scale"] * rate
+        stepper.step()
+        stepper.zero_grad(set_to_none=True)
+
+
 @dataclass
 class Training(Generic[Model]):
     """A module, its moving average, its optimiser and the number of steps taken, kept in `folder`."""
@@ -198,11 +207,7 @@ class Training(Generic[Model]):
         loss = recipe.loss_at(self.module, self.step, generator)
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(self.module.parameters(), recipe.clip)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["scale"] * recipe.lr_at(self.step)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        take_step(self.optimizers, recipe.lr_at(self.step))
         self.step += 1
         # The average follows closely at first, or it would carry the random start along for long.
         decay = min(recipe.ema_decay, self.step / (self.step + 10))

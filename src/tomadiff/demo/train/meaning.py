@@ -23,7 +23,7 @@ from ..captions import Background, caption, pairs, subjects
 from ..pictures import colour, over, render
 from . import vocabulary
 from .latents import Pool
-from .loop import optimizers, ramp
+from .loop import optimizers, ramp, take_step
 
 COMPONENTS = 120
 PART_COMPONENTS = 64
@@ -174,11 +174,7 @@ def teach(
         wanted = {"look": look, "whole": whole, "detail": detail}
         losses = {name: F.mse_loss(found[name], wanted[name]) for name in found}
         torch.autograd.backward(losses["look"] + losses["whole"] + 2 * losses["detail"])
-        for stepper in steppers:
-            for group in stepper.param_groups:
-                group["lr"] = group["scale"] * ramp(step, steps, 1e-3, 5e-5, 20)
-            stepper.step()
-            stepper.zero_grad(set_to_none=True)
+        take_step(steppers, ramp(step, steps, 1e-3, 5e-5, 20))
         if step % 100 == 0 or step == steps - 1:
             shares = ", ".join(f"{name} {loss.item():.4f}" for name, loss in losses.items())
             print(f"text encoders: step {step}, {shares}", flush=True)
