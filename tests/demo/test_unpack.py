@@ -3,7 +3,7 @@
 import torch
 
 from tomadiff.demo.train import vocabulary
-from tomadiff.demo.train.flux import FluxModel
+from tomadiff.demo.train.flux import FluxModel, positions
 from tomadiff.demo.train.latents import Pool
 from tomadiff.demo.train.unpack import dual_blocks_only, unpack_parts
 
@@ -20,7 +20,7 @@ def pool() -> Pool:
     return Pool(pictures.half(), vocabulary.encode(captions), 2)
 
 
-def test_first_blocks_learn_to_tell_the_picture_and_nothing_else_changes():
+def test_first_blocks_learn_to_tell_the_picture_and_later_ones_stay_as_they_are():
     model = small_model()
     before = {name: value.clone() for name, value in model.named_parameters()}
     errors = unpack_parts(model, pool(), steps=40)
@@ -49,10 +49,13 @@ def test_the_other_blocks_are_back_afterwards_also_after_an_error():
     assert transformer.single_transformer_blocks is single
 
 
-def test_some_places_alone_are_seen_where_they_lie():
+def test_the_velocity_of_a_whole_picture_is_that_of_its_places():
     model = small_model().eval()
     tokens = vocabulary.encode(["tiger on a red background"])
     image, time = torch.randn(1, 4, 32), torch.ones(1)
     with torch.no_grad():
-        here, there = (model(image, time, tokens, places) for places in (None, torch.full((4, 3), 7.0)))
+        states = model.text_states(tokens)
+        there = model.velocity(image, time, states, positions(2) + 7)
+        here = model.velocity(image, time, states, positions(2))
+        assert torch.equal(here, model(image, time, tokens))
     assert not here.allclose(there, atol=1e-4)

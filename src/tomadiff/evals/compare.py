@@ -93,16 +93,20 @@ class Comparison:
     def cost(self, config: MergeConfig) -> int:
         """Counted operations of one whole picture, counted once and kept."""
         path = self.folder / "costs.json"
-        costs: dict[str, int] = json.loads(path.read_text()) if path.exists() else {}
         key = json.dumps([self.weights, self.options, config.to_json()])
-        if key not in costs:
+
+        def kept() -> dict[str, int]:
+            return json.loads(path.read_text()) if path.exists() else {}
+
+        if key not in kept():
             options = self.options | {"output_type": "latent"}
             with tomadiff.merged(self.pipe, config=config):
-                costs[key] = count_flops(lambda: self.pipe(self.prompts[0], **options))
+                counted = count_flops(lambda: self.pipe(self.prompts[0], **options))
             partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps(costs, indent=0))
+            # Read again: another process may have counted something else meanwhile.
+            partial.write_text(json.dumps(kept() | {key: counted}, indent=0))
             os.replace(partial, path)
-        return costs[key]
+        return kept()[key]
 
     def at_cost(self, entry: Entry, wanted: int) -> MergeConfig:
         """The entry at the ratio whose cost is `wanted`, within a thousandth of the unmerged model's.

@@ -107,26 +107,26 @@ class FluxModel(nn.Module):
         error = F.mse_loss(predicted, noise - image)
         return error + seen.loss(latents, self.tellers, self.readers)
 
-    def forward(
-        self,
-        image: torch.Tensor,
-        time: torch.Tensor,
-        tokens: torch.Tensor,
-        places: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Velocity. image: (B, N, 32); time: (B,), 0 picture, 1 noise; tokens: (B, T) -> (B, N, 32)
-
-        places: (N, 3), where the image tokens lie; by default they are a whole picture
-        """
-        # The text encoders have learned before, by themselves, and stay as they are.
+    def forward(self, image: torch.Tensor, time: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Velocity of a whole picture. image: (B, N, 32); time: (B,), 0 picture, 1 noise; tokens: (B, T)
+        -> (B, N, 32)"""
+        # The text encoders have learned before, and stay as they are.
         with torch.no_grad():
-            words, pooled = self.text_states(tokens)
+            states = self.text_states(tokens)
+        return self.velocity(image, time, states, positions(math.isqrt(image.shape[1])))
+
+    def velocity(
+        self, image: torch.Tensor, time: torch.Tensor, states: list[torch.Tensor], places: torch.Tensor
+    ) -> torch.Tensor:
+        """image: (B, N, 32); time: (B,); states: of a caption, as `text_states` gives them; places: (N, 3)
+        -> (B, N, 32)"""
+        words, pooled = states
         velocity: torch.Tensor = self.transformer(
             hidden_states=image,
             encoder_hidden_states=words,
             pooled_projections=pooled,
             timestep=time,
-            img_ids=positions(math.isqrt(image.shape[1])) if places is None else places,
+            img_ids=places,
             txt_ids=torch.zeros(words.shape[1], 3),
             return_dict=False,
         )[0]

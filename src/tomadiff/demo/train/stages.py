@@ -23,7 +23,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
     "emoji-flux": (
         Stage(64, 1400, 32, 2e-3, 3e-4, 30),
         Stage(128, 200, 16, 8e-4, 5e-4, 20),
-        Stage(256, 780, 6, 6e-4, 1e-5, 20),
+        Stage(256, 880, 6, 6e-4, 1e-5, 20),
     ),
     "emoji-xl": (
         Stage(64, 900, 32, 1e-3, 3e-4, 50),
@@ -40,7 +40,7 @@ HIGH_NOISE_SHARE = {
 }
 
 # Which model is trained up to which step, one after the other.
-PLAN: tuple[tuple[str, int], ...] = (("emoji-flux", 2380), ("emoji-xl", 2700))
+PLAN: tuple[tuple[str, int], ...] = (("emoji-flux", 2480), ("emoji-xl", 2700))
 
 
 def locate(stages: tuple[Stage, ...], step: int) -> tuple[Stage, int]:
