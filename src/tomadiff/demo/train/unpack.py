@@ -2,7 +2,7 @@
 
 A token tells about a part of 4 x 4 places, and each place has to take something else from it. That needs
 neither the other places nor the blocks behind. So the dual-stream blocks learn it first and alone, on some
-places of many pictures: a picture costs a tenth of what it costs the whole transformer.
+places of many pictures, each of which costs far less than it costs the whole transformer.
 """
 
 from __future__ import annotations
