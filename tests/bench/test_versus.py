@@ -1,6 +1,8 @@
 """The benchmark on a block small enough for a test. What it says is checked, not how fast anything is."""
 
 import json
+import platform
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,13 +86,17 @@ def test_a_share_of_the_ceiling_is_taken_round_by_round():
 
 
 def test_the_table_tells_of_a_call_that_makes_a_new_plan():
-    none, toma = versus.entries(targets.build("small"), ("none", "toma"), (0.5,))
+    none, toma, peer = versus.entries(targets.build("small"), ("none", "toma", "tofu-merge"), (0.5,))
     none.rounds.append({"select": 2.0})
     toma.rounds.append({"select": 1.2345, "weights": 1.1, "reuse": 1.0})
+    peer.rounds.append({"select": 1.3})
     console = Console(width=80)
     with console.capture() as shown:
-        console.print(*report.tables(report.rows([none, toma])))
+        console.print(*report.tables(report.rows([none, toma, peer])))
     assert "1,234.5" in shown.get()
+    assert "speed-up" in shown.get()
+    assert "tofu-merge" in shown.get()
+    assert "…" not in shown.get()
 
 
 @pytest.fixture
@@ -179,6 +185,7 @@ def test_the_command_writes_json_and_a_picture(tmp_path):
     assert "toma" in result.output
     saved = json.loads((tmp_path / "out.json").read_text())
     assert saved["environment"]["torch"] == torch.__version__
+    assert saved["environment"]["device"] == report.processor()
     assert len(saved["rows"]) == 7
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
@@ -297,6 +304,13 @@ def test_cuda_memory_is_the_peak_above_what_was_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 170)
     assert peak_memory(lambda: None, torch.device("cuda")) == 70
+
+
+def test_the_cpu_is_named_where_its_name_is_known(tmp_path: Path):
+    about = tmp_path / "cpuinfo"
+    about.write_text("processor : 0\nmodel name\t: Some CPU @ 3 GHz\nprocessor : 1\nmodel name\t: Some CPU\n")
+    assert report.processor(about) == "Some CPU @ 3 GHz"
+    assert report.processor(tmp_path / "missing") == (platform.processor() or platform.machine())
 
 
 def test_a_target_moves_with_its_arguments():

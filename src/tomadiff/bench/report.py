@@ -51,12 +51,19 @@ def rows(measurements: list[Measurement]) -> list[dict[str, Any]]:
     return result
 
 
+def processor(about: Path = Path("/proc/cpuinfo")) -> str:
+    """The name of the CPU; Linux keeps it where `platform` does not look."""
+    lines = about.read_text().splitlines() if about.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
 def environment(target: Target, compiled: bool = False) -> dict[str, Any]:
     """What the numbers depend on."""
     device = target.device
     gpu = device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(device) if gpu else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name(device) if gpu else processor(),
         "threads": None if gpu else torch.get_num_threads(),
         "cores": os.cpu_count(),
         "dtype": str(target.dtype),
@@ -72,12 +79,13 @@ def environment(target: Target, compiled: bool = False) -> dict[str, Any]:
 def tables(measured: list[dict[str, Any]]) -> list[Table]:
     """The comparison, and what merging itself costs; each fits a terminal of 80 columns."""
     title = f"{measured[0]['target']}, {len(measured[0]['rounds'])} rounds in turns"
-    compared = Table(title=title, box=box.SIMPLE_HEAD)
-    for name in ("method", "ratio", "seconds", "speed-up", "±", "of ceiling", "±", "GFLOP", "peak MB"):
-        compared.add_column(name, justify="right")
-    costs = Table(title="what merging costs in one call, in milliseconds", box=box.SIMPLE_HEAD)
-    for name in ("method", "ratio", "new plan", "new weights", "merge", "unmerge", "call with a new plan"):
-        costs.add_column(name, justify="right")
+    compared = _table(
+        title, "method", "ratio", "seconds", "speed-up", "±", "of ceiling", "±", "GFLOP", "peak MB"
+    )
+    costs = _table(
+        "what merging costs in one call, in milliseconds",
+        *("method", "ratio", "new plan", "new weights", "merge", "unmerge", "call with a new plan"),
+    )
     for row in measured:
         named = (row["method"], f"{row['ratio']:.2f}" if row["ratio"] else "")
         compared.add_row(
@@ -94,6 +102,14 @@ def tables(measured: list[dict[str, Any]]) -> list[Table]:
             seconds = (*row["overhead"].values(), row["fresh_seconds"])
             costs.add_row(*named, *(f"{1000 * part:,.1f}" for part in seconds))
     return [compared, costs]
+
+
+def _table(title: str, *columns: str) -> Table:
+    """Narrow: headings wrap at spaces and nowhere else."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="right", min_width=max(map(len, name.split())))
+    return table
 
 
 def _shown(value: float | None, form: str) -> str:
