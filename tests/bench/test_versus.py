@@ -99,6 +99,36 @@ def test_the_table_tells_of_a_call_that_makes_a_new_plan():
     assert "…" not in shown.get()
 
 
+def test_toma_is_compared_with_a_peer_round_by_round():
+    toma, peer = versus.entries(targets.build("small"), ("toma", "tome"), (0.5,))
+    for turn in range(12):
+        drift = 1.0 + turn
+        toma.rounds.append(dict.fromkeys(("select", "weights", "reuse"), drift))
+        # Behind in two rounds of twelve, ahead by a half in all others.
+        peer.rounds.append({"select": drift * (0.9 if turn in (3, 7) else 1.5)})
+    ours, theirs = report.rows([toma, peer])
+    assert ours["toma_ahead"] is None
+    assert theirs["toma_ahead"] == {
+        "times": pytest.approx(1.5),
+        "interval": pytest.approx((1.5, 1.5)),
+        "rounds_won": 10,
+        "rounds": 12,
+    }
+
+
+def test_few_rounds_tell_no_interval():
+    toma, peer = versus.entries(targets.build("small"), ("toma", "tome"), (0.5,))
+    toma.rounds.append(dict.fromkeys(("select", "weights", "reuse"), 1.0))
+    peer.rounds.append({"select": 2.0})
+    rows = report.rows([toma, peer])
+    assert rows[-1]["toma_ahead"]["interval"] is None
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(*report.tables(rows))
+    assert "how much faster ToMA is" in shown.get()
+    assert "2.000" in shown.get()
+
+
 @pytest.fixture
 def whole() -> targets.Target:
     unet = UNet2DConditionModel(

@@ -18,7 +18,7 @@ from torch import nn
 
 import tomadiff
 from tomadiff.bench.targets import Target
-from tomadiff.bench.versus import TOMESD, Measurement
+from tomadiff.bench.versus import TOMESD, Measurement, median_interval
 
 
 def rows(measurements: list[Measurement]) -> list[dict[str, Any]]:
@@ -26,10 +26,12 @@ def rows(measurements: list[Measurement]) -> list[dict[str, Any]]:
     done = [m for m in measurements if m.rounds]
     none = next((m for m in done if m.method == "none"), None)
     free = {m.ratio: m for m in done if m.method == "free"}
+    toma = {m.ratio: m for m in done if m.method == "toma"}
     result = []
     for m in done:
         speed_up = None if none is None else m.speed_up(none)
         ceiling = free.get(m.ratio)
+        ours = None if m.method in ("none", "free", "toma") else toma.get(m.ratio)
         result.append(
             {
                 "target": m.target,
@@ -41,6 +43,7 @@ def rows(measurements: list[Measurement]) -> list[dict[str, Any]]:
                 "spread": None if none is None else m.spread(none),
                 "share_of_ceiling": None if ceiling is None else m.speed_up(ceiling),
                 "share_spread": None if ceiling is None else m.spread(ceiling),
+                "toma_ahead": None if ours is None else _ahead(ours, m),
                 "overhead": asdict(m.overhead),
                 "flops": m.flops,
                 "peak_memory": m.memory,
@@ -49,6 +52,17 @@ def rows(measurements: list[Measurement]) -> list[dict[str, Any]]:
             }
         )
     return result
+
+
+def _ahead(ours: Measurement, peer: Measurement) -> dict[str, Any]:
+    """How much faster than a peer we were, in rounds where both were timed one after the other."""
+    ratios = ours.ratios(peer)
+    return {
+        "times": ours.speed_up(peer),
+        "interval": median_interval(ratios),
+        "rounds_won": sum(ratio > 1 for ratio in ratios),
+        "rounds": len(ratios),
+    }
 
 
 def processor(about: Path = Path("/proc/cpuinfo")) -> str:
@@ -77,7 +91,8 @@ def environment(target: Target, compiled: bool = False) -> dict[str, Any]:
 
 
 def tables(measured: list[dict[str, Any]]) -> list[Table]:
-    """The comparison, and what merging itself costs; each fits a terminal of 80 columns."""
+    """The comparison, what merging itself costs, and ToMA beside each peer if there are any; each fits a
+    terminal of 80 columns."""
     title = f"{measured[0]['target']}, {len(measured[0]['rounds'])} rounds in turns"
     compared = _table(
         title, "method", "ratio", "seconds", "speed-up", "±", "of ceiling", "±", "GFLOP", "peak MB"
@@ -85,6 +100,10 @@ def tables(measured: list[dict[str, Any]]) -> list[Table]:
     costs = _table(
         "what merging costs in one call, in milliseconds",
         *("method", "ratio", "new plan", "new weights", "merge", "unmerge", "call with a new plan"),
+    )
+    beside = _table(
+        "how much faster ToMA is, round by round",
+        *("than", "ratio", "times", "95 % from", "to", "rounds won", "of"),
     )
     for row in measured:
         named = (row["method"], f"{row['ratio']:.2f}" if row["ratio"] else "")
@@ -101,7 +120,14 @@ def tables(measured: list[dict[str, Any]]) -> list[Table]:
         if row["method"] not in ("none", "free"):
             seconds = (*row["overhead"].values(), row["fresh_seconds"])
             costs.add_row(*named, *(f"{1000 * part:,.1f}" for part in seconds))
-    return [compared, costs]
+        if ahead := row["toma_ahead"]:
+            low, high = ahead["interval"] or (None, None)
+            beside.add_row(
+                *named,
+                *(_shown(value, "{:.3f}") for value in (ahead["times"], low, high)),
+                *(str(ahead[count]) for count in ("rounds_won", "rounds")),
+            )
+    return [compared, costs, *([beside] if beside.row_count else [])]
 
 
 def _table(title: str, *columns: str) -> Table:
