@@ -249,9 +249,16 @@ _PEER = MergeConfig(
 
 # A new plan at every step, shared within a kind of block, the first blocks of each kind left alone, as
 # published for Flux. Small tiles and the fitted unmerge came nearest to the unmerged pictures of `emoji-flux`
-# at equal cost.
+# at equal cost. Whole blocks are as near as single modules and faster: norms, scales and gates see merged
+# tokens too.
 _DIT = MergeConfig(
-    select_every=1, weights_every=1, skip_first=0.15, select_size=4, merge_size=4, unmerge="fit"
+    mode="once",
+    select_every=1,
+    weights_every=1,
+    skip_first=0.15,
+    select_size=4,
+    merge_size=4,
+    unmerge="fit",
 )
 
 # New plans and weights more often than published: they came nearer to the unmerged pictures of `emoji-xl` at

@@ -54,6 +54,16 @@ def test_any_size_and_batch(family, size, batch):
     assert all(row["tokens"] == tokens and row["merged"] <= max(1, 0.7 * tokens) for row in rows(model))
 
 
+def test_by_default_norms_see_merged_tokens(main_family):
+    model, inputs = main_family
+    tomadiff.apply(model, 0.5)
+    seen = []
+    norm = model.transformer_blocks[-1].norm1
+    norm.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    run(model, inputs((16, 16)))
+    assert seen == [128]
+
+
 @pytest.mark.parametrize("text", [1, 3, 77, 154, 512])
 def test_any_text_length(main_family, text):
     model, inputs = main_family
