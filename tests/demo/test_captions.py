@@ -79,3 +79,49 @@ def test_case_and_full_stops_do_not_matter():
     assert told.equal(written)
     assert (vocabulary.encode(["submarine"]) == vocabulary.UNKNOWN).any()
     assert all(re.fullmatch(r"\w+|-", word) for word in vocabulary.words())
+
+
+def spelled_out(text: str) -> tuple[str, list[str]]:
+    """The subject whose words for parts T5's tokenizer puts before a text, and what follows them."""
+    tokenizer = vocabulary.build_with_parts()
+    words = tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids)
+    parts = words[: vocabulary.PARTS]
+    stem = parts[0].removesuffix("_00")
+    assert parts == [f"{stem}_{part:02d}" for part in range(vocabulary.PARTS)]
+    return stem, words[vocabulary.PARTS :]
+
+
+@pytest.mark.parametrize(
+    ("text", "stem"),
+    [
+        ("tiger on a red background", "tiger"),
+        ("A Tiger face on a red background.", "tiger_face"),
+        ("the t-rex in the snow", "t_rex"),
+        ("fork and knife with plate", "fork_and_knife_with_plate"),
+        ("tigers", "part"),
+        ("some tiger", "part"),
+    ],
+)
+def test_a_caption_begins_with_words_for_the_parts_of_its_subject(text: str, stem: str):
+    assert spelled_out(text)[0] == stem
+
+
+def test_of_two_colours_it_says_where_each_lies():
+    words = "start_ tiger on a red_above to white_below gradient background <end>"
+    assert spelled_out("tiger on a red to white gradient background")[1] == words.split()
+    words = "start_ tiger on an orange_left and gray_right background <end>"
+    assert spelled_out("tiger on an orange and gray background")[1] == words.split()
+    assert "red" in spelled_out("tiger on a red background")[1]
+
+
+def test_spelled_captions_are_known_and_fit_and_those_of_tokens_are_the_same():
+    texts = [caption(name, background) for name in subjects().values() for background in backgrounds()[::13]]
+    tokens = vocabulary.with_parts(vocabulary.encode(texts))
+    assert not (tokens == vocabulary.UNKNOWN).any()
+    assert (tokens == vocabulary.END).sum(dim=1).eq(1).all()
+    assert tokens[:, 0].unique().numel() == len(subjects())
+    settings = {"padding": "max_length", "max_length": vocabulary.MAX_TOKENS, "return_tensors": "pt"}
+    assert tokens.equal(vocabulary.build_with_parts()(texts, **settings).input_ids)
+    empty = vocabulary.with_parts(vocabulary.encode([""]))[0]
+    assert empty[0] == vocabulary.END
+    assert (empty[1:] == vocabulary.PAD).all()

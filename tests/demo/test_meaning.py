@@ -1,5 +1,6 @@
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tomadiff.demo.captions import Background, caption, pairs, subjects
 from tomadiff.demo.check import references
@@ -39,7 +40,7 @@ def test_lessons_tell_each_part_of_the_picture_and_leave_held_out_pairs_alone():
     told = meaning.lessons(glyphs())
     assert len(told.tokens) == len(pairs(held_out=False))
     tokens, seen, whole = told.draw(torch.tensor([0, 1, 2]))
-    assert (tokens.shape, seen.shape, whole.shape) == ((3, 80), (3, 64, 80), (3, 128))
+    assert (tokens.shape, seen.shape, whole.shape) == ((3, 80), (3, 64, 128), (3, 128))
     # The same subject on other backgrounds: what sets it apart is the same, what is seen is not.
     assert whole[0, : meaning.COMPONENTS].equal(whole[1, : meaning.COMPONENTS])
     assert not seen[0].allclose(seen[1])
@@ -56,7 +57,32 @@ def test_parts_are_cut_row_by_row():
     picture = torch.zeros(1, 3, 64, 64)
     picture[:, :, 8:16, 16:24] = 1
     assert meaning.parts(picture).mean(-1).nonzero().tolist() == [[0, 10]]
-    assert meaning.places()[10].nonzero().flatten().tolist() == [1, 8 + 2]
+
+
+def test_words_of_parts_begin_with_what_the_part_looks_like_and_which_it_is():
+    shown, words = meaning.details(encoded()), nn.Embedding(vocabulary.size(parts=True), 192)
+    nn.init.zeros_(words.weight)
+    meaning.spell(words, shown, glyphs())
+    table = words.weight[vocabulary.size() : -len(vocabulary.placed_colours())]
+    told = table.view(len(subjects()) + 1, vocabulary.PARTS, -1)
+    assert (told[..., -vocabulary.PARTS :].argmax(-1) == torch.arange(vocabulary.PARTS)).all()
+    tokens, detail = shown.draw(50, torch.Generator().manual_seed(0))
+    full = tokens[:, 1] != vocabulary.END
+    mine = words(vocabulary.with_parts(tokens[full])[:, : vocabulary.PARTS])[..., : meaning.SPELLED]
+    seen = detail[full][..., : meaning.SPELLED]
+    # Backgrounds differ, and are not told yet.
+    assert F.mse_loss(mine, seen) < 0.7 * F.mse_loss(mine.flip(0), seen)
+    assert words.weight[: vocabulary.size()].count_nonzero() == 0
+
+
+def test_least_squares_finds_the_layer():
+    wanted, layer = nn.Linear(5, 3), nn.Linear(5, 4)
+    before = layer.weight[3].clone()
+    inputs = torch.randn(7, 20, 5)
+    with torch.no_grad():
+        meaning.least_squares(layer, slice(0, 3), inputs, wanted(inputs))
+        torch.testing.assert_close(layer(inputs)[..., :3], wanted(inputs), atol=1e-3, rtol=1e-3)
+    assert layer.weight[3].equal(before)
 
 
 def test_a_scene_tells_colours_and_kind():

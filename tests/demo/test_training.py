@@ -7,11 +7,14 @@ from torch import nn
 
 from tomadiff.demo.captions import held_out_pairs
 from tomadiff.demo.train import autoencoder, denoiser, latents, loop, run, vocabulary
-from tomadiff.demo.train.flux import FluxModel, pack, positions, unpack
+from tomadiff.demo.train.flux import FluxModel, pack, positions, some_window, unpack
 from tomadiff.demo.train.stages import PLAN, STAGES, Stage, learning_rate, locate
 from tomadiff.demo.train.xl import XLModel
 
-TINY_STAGES = (Stage(64, 2, 2, 1e-3, 1e-4, 1), Stage(128, 2, 2, 1e-4, 1e-5, 1))
+TINY_STAGES = {
+    "emoji-flux": (Stage(128, 2, 2, 1e-3, 1e-4, 1, window=4), Stage(128, 2, 2, 1e-4, 1e-5, 1)),
+    "emoji-xl": (Stage(64, 2, 2, 1e-3, 1e-4, 1), Stage(128, 2, 2, 1e-4, 1e-5, 1)),
+}
 
 
 def tiny(name: str) -> FluxModel | XLModel:
@@ -35,7 +38,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(name: str, folder: Path, stops: tuple[int, ...]) -> loop.Training:
-    recipe = denoiser.recipe(folder, name, TINY_STAGES)
+    recipe = denoiser.recipe(folder, name, TINY_STAGES[name])
     recipe = loop.Recipe(recipe.loss_at, recipe.lr_at, log_every=1)
     for until in stops:
         training = loop.Training(tiny(name), recipe, folder / name)
@@ -106,9 +109,10 @@ def test_every_parameter_has_one_optimizer():
 
 
 def test_stages_follow_each_other():
-    assert [locate(TINY_STAGES, step)[0].resolution for step in range(5)] == [64, 64, 128, 128, 128]
-    assert learning_rate(TINY_STAGES, 0) == 1e-3
-    assert learning_rate(TINY_STAGES, 2) == 1e-4
+    stages = TINY_STAGES["emoji-xl"]
+    assert [locate(stages, step)[0].resolution for step in range(5)] == [64, 64, 128, 128, 128]
+    assert learning_rate(stages, 0) == 1e-3
+    assert learning_rate(stages, 2) == 1e-4
 
 
 def test_plan_takes_each_model_to_the_end_of_its_last_stage():
@@ -133,6 +137,22 @@ def test_no_encoded_picture_is_held_out():
     assert not set(chosen) & set(held_out_pairs())
     assert len(chosen) == len(set(chosen)) == plain + latents.TWO_COLOURED[256]
     assert {background.kind for _, background in chosen[:plain]} == {"plain"}
+
+
+def test_windows_are_squares_of_neighbours_that_reach_every_edge():
+    drawn = [some_window(6, 3, torch.Generator().manual_seed(seed)) for seed in range(60)]
+    for window in drawn:
+        rows, columns = window.view(3, 3) // 6, window.view(3, 3) % 6
+        assert (rows.diff(dim=0) == 1).all()
+        assert (columns.diff(dim=1) == 1).all()
+    assert torch.cat(drawn).unique().equal(torch.arange(36))
+    assert some_window(6, 6, torch.Generator()).equal(torch.arange(36))
+
+
+def test_a_unet_has_to_see_the_whole_picture():
+    tokens = vocabulary.encode(["tiger on a red background"])
+    with pytest.raises(ValueError, match="see all of it"):
+        tiny("emoji-xl").loss(torch.randn(1, 8, 16, 16), tokens, 0, torch.Generator(), window=4)
 
 
 def test_rotary_positions_span_the_same_range_at_every_resolution():

@@ -117,6 +117,18 @@ def test_a_step_window_rests_outside_of_it(main_family):
     assert {row["note"] for row in rows(model)} == {""}
 
 
+def test_by_default_the_last_third_of_the_noise_is_left_alone(main_family):
+    model, inputs = main_family
+    call = inputs((16, 16))
+    late = call | {"timestep": call["timestep"] * 0.6}
+    expected = run(model, late)
+    tomadiff.apply(model, 0.5)
+    run(model, call)
+    assert min(row["merged"] for row in rows(model)) == 128
+    torch.testing.assert_close(run(model, late), expected, atol=1e-5, rtol=1e-5)
+    assert {row["note"] for row in rows(model)} == {"left alone", "resting at this step"}
+
+
 def test_what_merges_follows_the_configuration(main_family):
     model, inputs = main_family
     tomadiff.apply(model, config=CONFIG.replace(skip_first=1))

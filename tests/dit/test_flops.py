@@ -31,7 +31,7 @@ def test_flux_dev_is_within_two_percent_of_its_ceiling():
     model, inputs = flux_dev()
     plain = count_flops(lambda: model(**inputs))
     assert plain == pytest.approx(74.4e12, rel=0.002)
-    tomadiff.apply(model, 0.5)
+    tomadiff.apply(model, config=tomadiff.preset("flux", end=1.0))
     merged = count_flops(lambda: model(**inputs))
     flops = ceiling.count(model)
     assert (flops.unmerged, flops.merged) == (plain, merged)
@@ -50,7 +50,7 @@ def test_the_ceiling_of_all_blocks_is_the_known_one(ratio, gain):
     """Counted independently, by hand: two operations for each weight of a linear layer and token, and four
     for each pair of tokens and channel of an attention."""
     model, inputs = flux_dev()
-    tomadiff.apply(model, config=tomadiff.preset("flux", ratio=ratio, skip_first=0))
+    tomadiff.apply(model, config=tomadiff.preset("flux", ratio=ratio, skip_first=0, end=1.0))
     with torch.no_grad():
         model(**inputs)
     flops = ceiling.count(model)
@@ -90,7 +90,7 @@ def test_sd3_large():
             "pooled_projections": torch.empty(2, 2048),
             "timestep": torch.empty(2),
         }
-    tomadiff.apply(model, 0.5)
+    tomadiff.apply(model, config=tomadiff.preset("sd3", end=1.0))
     with torch.no_grad():
         model(**inputs)
     flops = ceiling.count(model)

@@ -72,7 +72,7 @@ class Target:
 
     def settings(self, method: str, ratio: float) -> MergeConfig:
         """Every block merged: ToMA with the family's settings, the peers as published but everywhere."""
-        ours = preset(self.family, ratio=ratio, skip_first=0, min_tokens=0, start=0.0, overrides={})
+        ours = preset(self.family, ratio=ratio, skip_first=0, min_tokens=0, start=0.0, end=1.0, overrides={})
         return _settings(ours, method, ratio)
 
 

@@ -16,10 +16,10 @@ from ..captions import caption, held_out_sample, subjects
 from ..pictures import grid, shrink
 from . import autoencoder, latents, meaning
 from .data import load_glyphs
-from .flux import FluxModel, point_to_places
+from .flux import FluxModel
 from .loop import Recipe, Training, stop_on_signal
 from .stages import STAGES, Stage, learning_rate, locate
-from .unpack import unpack_parts
+from .unpack import finders, unpack_parts
 from .xl import XLModel
 
 Denoiser = FluxModel | XLModel
@@ -39,7 +39,7 @@ def draw_sheet(module: Denoiser, out: Path, resolution: int, path: Path, count: 
     Image.fromarray(grid(pictures, 8).numpy()).save(path)
 
 
-def recipe(out: Path, name: str, stages: tuple[Stage, ...]) -> Recipe[Denoiser]:
+def recipe(out: Path, name: str, stages: tuple[Stage, ...], bfloat16: bool = False) -> Recipe[Denoiser]:
     """How a denoiser is trained."""
 
     @cache
@@ -49,7 +49,8 @@ def recipe(out: Path, name: str, stages: tuple[Stage, ...]) -> Recipe[Denoiser]:
     def loss_at(module: Denoiser, step: int, generator: torch.Generator) -> torch.Tensor:
         stage, inside = locate(stages, step)
         pictures, tokens = pool(stage.resolution).draw(stage.batch, generator)
-        return module.loss(pictures, tokens, inside, generator)
+        with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+            return module.loss(pictures, tokens, inside, generator, stage.window)
 
     def report(module: Denoiser, step: int) -> dict[str, float]:
         resolution = locate(stages, step - 1)[0].resolution
@@ -60,19 +61,31 @@ def recipe(out: Path, name: str, stages: tuple[Stage, ...]) -> Recipe[Denoiser]:
     return Recipe(loss_at, lambda step: learning_rate(stages, step), report, ema_decay=0.995)
 
 
-def prepare(out: Path, name: str) -> Training[Denoiser]:
+def prepare(out: Path, name: str, bfloat16: bool = False) -> Training[Denoiser]:
     """The training of a model as its checkpoint left it, or from the start."""
     torch.manual_seed(0)
     module: Denoiser = MODELS[name]()
     if not (out / name / "checkpoint.pt").exists():
         glyphs = load_glyphs(out)
-        told = meaning.lessons(shrink(glyphs.pictures[glyphs.rows(list(subjects()))], meaning.SIDE))
+        small = shrink(glyphs.pictures[glyphs.rows(list(subjects()))], meaning.SIDE)
         pool = latents.load(out, 256)
-        meaning.teach(module, module.text_states, module.tellers, told, meaning.details(pool))
+        shown = meaning.details(pool)
         if isinstance(module, FluxModel):
-            point_to_places(module, pool.draw(96, torch.Generator().manual_seed(0))[1])
-            unpack_parts(module, pool)
-    return Training(module, recipe(out, name, STAGES[name]), out / name)
+            meaning.spell(module.text_encoder_2.shared, shown, small)
+        meaning.teach(module, module.text_states, module.tellers, meaning.lessons(small), shown)
+        if isinstance(module, FluxModel):
+            unpack_parts(module, pool, shown)
+    if isinstance(module, FluxModel):
+        for part in finders(module.transformer):
+            part.requires_grad_(False)
+    return Training(module, recipe(out, name, STAGES[name], bfloat16), out / name)
+
+
+def add_bfloat16(parser: argparse.ArgumentParser) -> None:
+    """The option that both command lines of the training have."""
+    parser.add_argument(
+        "--bfloat16", action="store_true", help="compute the denoisers in it: twice as fast where the CPU can"
+    )
 
 
 def main() -> None:
@@ -82,12 +95,13 @@ def main() -> None:
     )
     parser.add_argument("--model", choices=sorted(MODELS), required=True)
     parser.add_argument("--out", type=Path, default=Path("runs"))
+    add_bfloat16(parser)
     parser.add_argument("--until", type=int, help="last step; default: the end of the last stage")
     options = parser.parse_args()
     torch.set_flush_denormal(True)
     stop_on_signal()
     until = options.until or sum(stage.steps for stage in STAGES[options.model])
-    prepare(options.out, options.model).run(until)
+    prepare(options.out, options.model, options.bfloat16).run(until)
 
 
 if __name__ == "__main__":

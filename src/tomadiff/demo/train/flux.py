@@ -3,56 +3,20 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from itertools import pairwise
-from operator import itemgetter
 
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-from diffusers.models.embeddings import apply_rotary_emb
 from torch import nn
 
-from . import meaning, text, vocabulary
-from .stages import HIGH_NOISE_SHARE
-from .watch import HEAD, Find, Watch
+from . import text, vocabulary
 
 FINAL_TOKENS_PER_SIDE = 32
 # How far noise levels move up: a picture of 256 pixels takes more noise to hide.
 SHIFT = 2.0
-HIGH_NOISE = 0.75
-# Of the query that finds places: how much of each wave, from the fastest (of 6 tokens' length) on, along rows
-# and columns, and how much does not turn.
-PART_WAVES, LINE_WAVES = (0.15, 0.4, 0.3, 0.15), (0.4, 0.3, 0.25, 0.05)
-STILL = 0.2
-# What the heads of the first block find. A part is 4 x 4 tokens; rows and columns tell where in it a token
-# lies.
-FINDERS: tuple[Find, ...] = ("part", "part", "row", "column")
-
-
-def watched(transformer: FluxTransformer2DModel, side: int) -> Watch:
-    """Watch where the first block's finders look in one call of the transformer, and what all blocks make of
-    the image tokens, side x side."""
-    seen = Watch(FINDERS)
-    rotation = transformer.pos_embed(positions(side))
-
-    def grid(output: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """The image tokens, scaled as the last layer scales them: they grow from block to block."""
-        image: torch.Tensor = F.layer_norm(output[1], output[1].shape[-1:])
-        return image.view(len(image), side, side, -1).permute(0, 3, 1, 2)
-
-    def turned(head: int, queries: torch.Tensor) -> torch.Tensor:
-        one: torch.Tensor = apply_rotary_emb(queries[:, :, head : head + 1], rotation, sequence_dim=1)
-        return one.squeeze(2)
-
-    attention = transformer.transformer_blocks[0].attn
-    for head in range(min(len(FINDERS), attention.heads)):
-        # The caption's tokens are all at the place (0, 0, 0): nothing turns their keys.
-        seen.record(attention.norm_added_k, seen.keys, itemgetter((..., head, slice(None))))
-        seen.record(attention.norm_q, seen.queries, partial(turned, head))
-    for block in (*transformer.transformer_blocks, *transformer.single_transformer_blocks):
-        seen.record(block, seen.features, grid)
-    return seen
+# A share of the noise levels is so high that only the caption says what to draw.
+HIGH_NOISE, HIGH_NOISE_SHARE = 0.75, 0.5
 
 
 class FluxModel(nn.Module):
@@ -62,10 +26,14 @@ class FluxModel(nn.Module):
     tellers = slice(0, vocabulary.PARTS)
 
     def __init__(
-        self, heads: int = 4, dual_blocks: int = 2, single_blocks: int = 5, text_layers: int = 2
+        self,
+        heads: int = 4,
+        dual_blocks: int = 2,
+        single_blocks: int = 5,
+        text_layers: int = 2,
+        text_width: int = 192,
     ) -> None:
         super().__init__()
-        width = heads * 64
         self.transformer = FluxTransformer2DModel(
             patch_size=1,
             in_channels=32,
@@ -73,15 +41,13 @@ class FluxModel(nn.Module):
             num_single_layers=single_blocks,
             attention_head_dim=64,
             num_attention_heads=heads,
-            joint_attention_dim=width,
+            joint_attention_dim=text_width,
             pooled_projection_dim=text.CLIP_WIDTH,
             guidance_embeds=False,
             axes_dims_rope=(16, 24, 24),
         )
         self.text_encoder = text.clip(text_layers)
-        self.text_encoder_2 = text.t5(width, 2 * text_layers)
-        # From the image tokens of a block to the latents without noise; for training only.
-        self.readers = nn.ModuleList(nn.Conv2d(width, 32, 1) for _ in range(dual_blocks + single_blocks))
+        self.text_encoder_2 = text.t5(text_width, text_layers)
 
     def text_states(self, tokens: torch.Tensor) -> list[torch.Tensor]:
         """What the transformer gets of a caption. tokens: (B, T) -> (B, T, C), (B, C)"""
@@ -89,31 +55,35 @@ class FluxModel(nn.Module):
         return [words, self.text_encoder(tokens[:, : vocabulary.MAX_TOKENS]).pooler_output]
 
     def loss(
-        self, latents: torch.Tensor, tokens: torch.Tensor, step: int, generator: torch.Generator
+        self,
+        latents: torch.Tensor,
+        tokens: torch.Tensor,
+        step: int,
+        generator: torch.Generator,
+        window: int | None = None,
     ) -> torch.Tensor:
-        """Mean squared error of the velocity, and what is asked of the blocks.
+        """Mean squared error of the velocity; of a window of window x window places, if one is given.
 
         latents: (B, 8, H, W); tokens: (B, T)
         """
-        image = pack(latents)
+        side = latents.shape[-1] // 2
+        seen = some_window(side, window or side, generator)
+        image = pack(latents)[:, seen]
         noise = torch.randn(image.shape, generator=generator)
-        time = draw_times(len(image), HIGH_NOISE_SHARE["emoji-flux"][latents.shape[-1]], generator)
+        time = draw_times(len(image), HIGH_NOISE_SHARE, generator)
         mixed = torch.lerp(image, noise, time.view(-1, 1, 1))
         # The pipeline pads prompts to 512 tokens unless told otherwise: show more padding now and then than
         # a caption needs, as much as the number of image tokens makes affordable.
         padding = image.shape[1] // 2 if step % 16 == 0 else 0
-        with watched(self.transformer, latents.shape[-1] // 2) as seen:
-            predicted = self(mixed, time, F.pad(tokens, (0, padding), value=vocabulary.PAD))
-        error = F.mse_loss(predicted, noise - image)
-        return error + seen.loss(latents, self.tellers, self.readers)
+        # The text encoders have learned before, and stay as they are.
+        with torch.no_grad():
+            states = self.text_states(F.pad(tokens, (0, padding), value=vocabulary.PAD))
+        return F.mse_loss(self.velocity(mixed, time, states, positions(side)[seen]).float(), noise - image)
 
     def forward(self, image: torch.Tensor, time: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Velocity of a whole picture. image: (B, N, 32); time: (B,), 0 picture, 1 noise; tokens: (B, T)
         -> (B, N, 32)"""
-        # The text encoders have learned before, and stay as they are.
-        with torch.no_grad():
-            states = self.text_states(tokens)
-        return self.velocity(image, time, states, positions(math.isqrt(image.shape[1])))
+        return self.velocity(image, time, self.text_states(tokens), positions(math.isqrt(image.shape[1])))
 
     def velocity(
         self, image: torch.Tensor, time: torch.Tensor, states: list[torch.Tensor], places: torch.Tensor
@@ -151,78 +121,9 @@ class FluxModel(nn.Module):
             text_encoder=self.text_encoder,
             tokenizer=vocabulary.build(),
             text_encoder_2=self.text_encoder_2,
-            tokenizer_2=vocabulary.build(parts=True),
+            tokenizer_2=vocabulary.build_with_parts(),
             transformer=self.transformer,
         )
-
-
-@torch.no_grad()
-def point_to_places(model: FluxModel, tokens: torch.Tensor) -> None:
-    """Set the heads of the first block to read, at each place, the token that tells about its part, and those
-    that stand for its row and its column.
-
-    Queries are alike for all image tokens, so that only the rotation by their places tells them apart; the
-    key of a part's token is turned as the middle of the part would be, or the row or column it stands for;
-    all other keys point away. Of rows and columns the values tell which, and nothing else. Which
-    weights make such keys and values of a caption's tokens: least squares over these captions. Learned by
-    descent it takes very long, because queries and keys have a fixed length. tokens: (B, T)
-    """
-    attention = model.transformer.transformer_blocks[0].attn
-    generator = torch.Generator().manual_seed(0)
-    image = torch.randn(
-        len(tokens), meaning.GRID**2, model.transformer.config.in_channels, generator=generator
-    )
-    given: list[torch.Tensor] = []
-    handle = attention.add_k_proj.register_forward_pre_hook(lambda _, args: given.append(args[0]))
-    model(image, torch.rand(len(tokens), generator=generator), tokens)
-    handle.remove()
-    states = F.pad(given[0], (0, 1), value=1.0).flatten(0, 1).double()
-
-    def fit(layer: nn.Linear, rows: slice, wanted: torch.Tensor) -> None:
-        """wanted: (T, HEAD)"""
-        found = torch.linalg.lstsq(states, wanted.repeat(len(tokens), 1).double()).solution.float()
-        layer.weight[rows], layer.bias[rows] = found[:-1].T, found[-1]
-
-    for head, find in zip(range(attention.heads), FINDERS, strict=False):
-        rows = slice(head * HEAD, (head + 1) * HEAD)
-        query, turned, away = _compass(model.transformer, find)
-        keys = away.repeat(tokens.shape[1], 1)
-        keys[model.tellers] = turned
-        fit(attention.add_k_proj, rows, keys)
-        attention.to_k.weight[rows], attention.to_k.bias[rows] = 0, away
-        attention.to_q.weight[rows], attention.to_q.bias[rows] = 0, query
-        if find != "part":
-            values = torch.zeros(tokens.shape[1], HEAD)
-            values[model.tellers] = meaning.places().repeat(1, HEAD // (2 * meaning.GRID))
-            fit(attention.add_v_proj, rows, values)
-
-
-def _compass(
-    transformer: FluxTransformer2DModel, find: Find
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A query that shows by its rotation where it is: slow and fast waves along the axes that matter, and a
-    part that never turns, to know keys that point away by. All as long as normalised ones.
-
-    -> the query (HEAD,), as it is turned at the places of the 64 tokens (64, HEAD), a key that points away
-    (HEAD,)
-    """
-    embed = transformer.pos_embed
-    still, *moving = embed.axes_dim
-    waves, axes = (
-        (PART_WAVES, (0.5, 0.5)) if find == "part" else (LINE_WAVES, (find == "row", find == "column"))
-    )
-    turning = []
-    for size, share in zip(moving, axes, strict=True):
-        axis = torch.zeros(size)
-        axis[0 : 2 * len(waves) : 2] = ((1 - STILL) * share * torch.tensor(waves)).sqrt()
-        turning.append(axis)
-    query = math.sqrt(HEAD) * torch.cat([torch.full((still,), (STILL / still) ** 0.5), *turning])
-    count = meaning.GRID**2
-    line = torch.arange(count)[:, None] / (count / FINAL_TOKENS_PER_SIDE) * torch.tensor([0, 1, 1])
-    rotation = embed(positions(meaning.GRID) if find == "part" else line)
-    turned = apply_rotary_emb(query.expand(1, count, 1, -1), rotation, sequence_dim=1)[0, :, 0]
-    away = F.pad(torch.full((still,), -math.sqrt(HEAD / still)), (0, HEAD - still))
-    return query, turned, away
 
 
 def draw_times(count: int, share: float, generator: torch.Generator) -> torch.Tensor:
@@ -233,6 +134,14 @@ def draw_times(count: int, share: float, generator: torch.Generator) -> torch.Te
     usual = torch.sigmoid(torch.randn(count, generator=generator) + math.log(SHIFT))
     high = HIGH_NOISE + (1 - HIGH_NOISE) * torch.rand(count, generator=generator)
     return torch.where(torch.rand(count, generator=generator) < share, high, usual)
+
+
+def some_window(side: int, window: int, generator: torch.Generator) -> torch.Tensor:
+    """Which of side x side places lie in a square somewhere among them. -> (window * window,)"""
+    row, column = torch.randint(0, side - window + 1, (2, 1), generator=generator)
+    inside = torch.arange(window)
+    places: torch.Tensor = (row + inside)[:, None] * side + column + inside
+    return places.flatten()
 
 
 def positions(side: int) -> torch.Tensor:

@@ -31,14 +31,19 @@ class Pool:
     tokens: torch.Tensor
     plain: int
 
-    def draw(self, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """A batch, half of it plain; one caption in ten is empty. -> (count, 8, S, S) float32, (count, 80)"""
+    def draw(
+        self, count: int, generator: torch.Generator, empty: float = EMPTY_CAPTION_SHARE
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A batch, half of it plain; a share of the captions is empty.
+
+        -> (count, 8, S, S) float32, (count, 80)
+        """
         half = count // 2
         plain = torch.randint(0, self.plain, (half,), generator=generator)
         others = torch.randint(self.plain, len(self.latents), (count - half,), generator=generator)
         rows = torch.cat([plain, others])
-        empty = torch.rand(count, 1, generator=generator) < EMPTY_CAPTION_SHARE
-        tokens = torch.where(empty, vocabulary.encode([""]), self.tokens[rows])
+        blank = torch.rand(count, 1, generator=generator) < empty
+        tokens = torch.where(blank, vocabulary.encode([""]), self.tokens[rows])
         return self.latents[rows].float(), tokens
 
 

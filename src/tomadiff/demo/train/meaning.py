@@ -28,6 +28,10 @@ from .loop import optimizers, ramp, take_step
 COMPONENTS = 120
 PART_COMPONENTS = 64
 DETAIL_COMPONENTS = 256
+# What the words for parts begin with: so many components of what a part looks like, and how strongly which
+# one it is. What is left of a word's numbers tells what shows through.
+SPELLED = 96
+WHICH = 2.0
 # Of the pictures in pixels, and of pictures four times as large in latents.
 SIDE = 64
 GRID = 8
@@ -75,19 +79,14 @@ class Lessons:
     part_basis: torch.Tensor
 
     def draw(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """rows: (B,) -> tokens (B, 80), what 64 of them should tell (B, 64, 80), what their pooled state
+        """rows: (B,) -> tokens (B, 80), what 64 of them should tell (B, 64, 128), what their pooled state
         should (B, 128)"""
         subject, background = self.subject[rows], self.background[rows]
         seen = parts(over(self.glyphs[subject], self.behind[background]))
         look = (seen - self.part_mean) @ self.part_basis
+        which = torch.eye(vocabulary.PARTS)
         whole = torch.cat([self.features[subject], self.scenes[background]], dim=1)
-        return self.tokens[rows], torch.cat([look, places().expand(len(rows), -1, -1)], dim=-1), whole
-
-
-def places() -> torch.Tensor:
-    """Row and column of each part, one-hot. -> (64, 16)"""
-    row, column = torch.arange(GRID**2) // GRID, torch.arange(GRID**2) % GRID
-    return torch.cat([F.one_hot(row, GRID), F.one_hot(column, GRID)], dim=1).float()
+        return self.tokens[rows], torch.cat([look, which.expand(len(rows), -1, -1)], dim=-1), whole
 
 
 def lessons(glyphs: torch.Tensor) -> Lessons:
@@ -135,6 +134,42 @@ def details(pool: Pool) -> Details:
     return Details(pool, *principal(parts(some).flatten(0, 1), DETAIL_COMPONENTS))
 
 
+@torch.no_grad()
+def spell(words: nn.Embedding, shown: Details, glyphs: torch.Tensor) -> None:
+    """Begin with words for parts that tell what the part looks like: the main components of a subject's part
+    on plain backgrounds, on average, those of what shows through, and which of the 64 it is.
+
+    words: T5's; glyphs: (subjects, 4, 64, 64) in [0, 1]
+    """
+    plain = slice(shown.pool.plain)
+    first = vocabulary.with_parts(shown.pool.tokens[plain])[:, 0]
+    subject = (first - vocabulary.size()) // vocabulary.PARTS - 1
+    seen = (parts(shown.pool.latents[plain].float()) - shown.mean) @ shown.basis[:, :SPELLED]
+    shows = F.one_hot(subject, len(glyphs)).float()
+    look = torch.einsum("ns,npc->spc", shows / shows.sum(0).clamp(min=1), seen)
+    clear = parts(1 - glyphs[:, 3:])
+    mean, basis = principal(clear.flatten(0, 1), words.embedding_dim - SPELLED - vocabulary.PARTS)
+    which = WHICH * torch.eye(vocabulary.PARTS).expand(len(glyphs), -1, -1)
+    told = torch.cat([look, (clear - mean) @ basis, which], dim=-1)
+    every = torch.cat([told.mean(0, keepdim=True), told]).flatten(0, 1)
+    words.weight[vocabulary.size() : vocabulary.size() + len(every)] = every
+
+
+@torch.no_grad()
+def least_squares(
+    layer: nn.Linear, rows: slice, inputs: torch.Tensor, wanted: torch.Tensor, ridge: float = 1e-6
+) -> None:
+    """Set rows of a layer to what makes the wanted of its inputs, by least squares.
+
+    inputs: (..., C), wanted: (..., D)
+    """
+    given = F.pad(inputs, (0, 1), value=1.0).flatten(0, -2).double()
+    square = given.T @ given
+    square += ridge * square.diagonal().mean() * torch.eye(len(square))
+    found = torch.linalg.solve(square, given.T @ wanted.flatten(0, -2).double()).float()
+    layer.weight[rows], layer.bias[rows] = found[:-1].T, found[-1]
+
+
 def teach(
     module: nn.Module,
     states: Callable[[torch.Tensor], list[torch.Tensor]],
@@ -153,11 +188,14 @@ def teach(
         tokens_wide, pooled_wide = (state.shape[-1] for state in states(told.tokens[:2]))
     readers = nn.ModuleDict(
         {
-            "look": nn.Linear(tokens_wide, PART_COMPONENTS + 2 * GRID),
+            "look": nn.Linear(tokens_wide, PART_COMPONENTS + vocabulary.PARTS),
             "whole": nn.Linear(pooled_wide, COMPONENTS + 8),
             "detail": nn.Linear(tokens_wide, shown.basis.shape[1]),
         }
     )
+    # Components of the detail count for themselves, and as much as they weigh in the latents.
+    weights = shown.basis.norm(dim=0) ** -2
+    weights = 1 + weights / weights.mean()
     steppers = optimizers(nn.ModuleList([module, readers]))
     losses: dict[str, torch.Tensor] = {}
     for step in range(steps):
@@ -172,8 +210,9 @@ def teach(
             "detail": readers["detail"](many),
         }
         wanted = {"look": look, "whole": whole, "detail": detail}
-        losses = {name: F.mse_loss(found[name], wanted[name]) for name in found}
-        torch.autograd.backward(losses["look"] + losses["whole"] + 2 * losses["detail"])
+        errors = {name: (found[name] - wanted[name]).square() for name in found}
+        losses = {name: error.mean() for name, error in errors.items()}
+        torch.autograd.backward(losses["look"] + losses["whole"] + (errors["detail"] * weights).mean())
         take_step(steppers, ramp(step, steps, 1e-3, 5e-5, 20))
         if step % 100 == 0 or step == steps - 1:
             shares = ", ".join(f"{name} {loss.item():.4f}" for name, loss in losses.items())

@@ -14,7 +14,7 @@ import torch
 
 from . import autoencoder
 from .data import load_glyphs
-from .denoiser import Denoiser, prepare
+from .denoiser import Denoiser, add_bfloat16, prepare
 from .loop import Training, stop_on_signal
 from .stages import PLAN
 
@@ -36,21 +36,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("runs"))
+    add_bfloat16(parser)
     options = parser.parse_args()
     torch.set_flush_denormal(True)
     stop_on_signal()
     with lock(options.out):
-        train(options.out)
+        train(options.out, options.bfloat16)
 
 
-def train(out: Path) -> None:
+def train(out: Path, bfloat16: bool = False) -> None:
     """Whatever of the plan is not done yet."""
     load_glyphs(out)
     autoencoder.train(out)
     trainings: dict[str, Training[Denoiser]] = {}
     for name, until in PLAN:
         if name not in trainings:
-            trainings[name] = prepare(out, name)
+            trainings[name] = prepare(out, name, bfloat16)
         if trainings[name].step < until:
             print(f"{name}: step {trainings[name].step} to {until}", flush=True)
             trainings[name].run(until)

@@ -9,7 +9,10 @@ from .loop import ramp
 
 @dataclass(frozen=True)
 class Stage:
-    """`steps` steps at one resolution; the learning rate falls in a straight line from `peak` to `end`."""
+    """`steps` steps at one resolution; the learning rate falls in a straight line from `peak` to `end`.
+
+    `window`: how many tokens a side a step shows of each picture; None: all.
+    """
 
     resolution: int
     steps: int
@@ -17,13 +20,13 @@ class Stage:
     peak: float
     end: float
     warmup: int
+    window: int | None = None
 
 
 STAGES: dict[str, tuple[Stage, ...]] = {
     "emoji-flux": (
-        Stage(64, 1400, 32, 2e-3, 3e-4, 30),
-        Stage(128, 200, 16, 8e-4, 5e-4, 20),
-        Stage(256, 880, 6, 6e-4, 1e-5, 20),
+        Stage(256, 2000, 24, 6e-4, 1e-4, 20, window=16),
+        Stage(256, 400, 6, 1e-4, 1e-5, 20),
     ),
     "emoji-xl": (
         Stage(64, 900, 32, 1e-3, 3e-4, 50),
@@ -32,15 +35,8 @@ STAGES: dict[str, tuple[Stage, ...]] = {
     ),
 }
 
-# The share of noise levels so high that only the caption says what to draw, by side of the latents. What a
-# caption says of a place has to be learned anew at each size.
-HIGH_NOISE_SHARE = {
-    "emoji-flux": {16: 0.5, 32: 0.5, 64: 0.5},
-    "emoji-xl": {16: 0.5, 32: 0.4, 64: 0.35},
-}
-
 # Which model is trained up to which step, one after the other.
-PLAN: tuple[tuple[str, int], ...] = (("emoji-flux", 2480), ("emoji-xl", 2700))
+PLAN: tuple[tuple[str, int], ...] = (("emoji-flux", 2400), ("emoji-xl", 2700))
 
 
 def locate(stages: tuple[Stage, ...], step: int) -> tuple[Stage, int]:

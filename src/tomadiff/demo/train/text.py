@@ -62,7 +62,7 @@ def t5(width: int, layers: int) -> T5EncoderModel:
         d_kv=64,
         d_ff=4 * width,
         num_layers=layers,
-        num_heads=width // 64,
+        num_heads=4,
         # As in the T5 of Flux; what a part looks like depends on subject and place, a product of the two.
         feed_forward_proj="gated-gelu",
         # A bucket for every distance.
