@@ -37,8 +37,9 @@ def reported(family: str, ratios: tuple[float, ...] = RATIOS) -> list[Entry]:
     """Our defaults, the method as published and the peers, at the costs of these ratios.
 
     ToMe merges every module of every block, so its cost at a ratio is what everything else at that ratio is
-    given. Defaults that leave blocks alone cannot always save as much, so our method merges every block as
-    well. ToDo saves in attention only, and at few ratios: our method is put beside it at ToDo's own cost.
+    given. Defaults that leave blocks and steps alone cannot always save as much, so our method merges
+    everywhere as well. ToDo saves in attention only, and at few ratios: our method is put beside it at
+    ToDo's own cost.
     """
     entries = []
     for ratio in ratios:
@@ -49,8 +50,8 @@ def reported(family: str, ratios: tuple[float, ...] = RATIOS) -> list[Entry]:
             Entry("ToFu", ratio, named("tofu"), f"ToMe-{ratio:g}", most=0.75),
         ]
         if PRESETS[family].skip_first:
-            everywhere = named(family, skip_first=0)
-            entries.append(Entry("ToMA in every block", ratio, everywhere, f"ToMe-{ratio:g}"))
+            everywhere = named(family, skip_first=0, end=1.0)
+            entries.append(Entry("ToMA everywhere", ratio, everywhere, f"ToMe-{ratio:g}"))
     todo = PRESETS["todo"].ratio
     assert isinstance(todo, float)
     if todo not in ratios:
