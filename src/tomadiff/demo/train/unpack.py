@@ -115,7 +115,7 @@ def _point(transformer: FluxTransformer2DModel, states: torch.Tensor, generator:
     attention = transformer.transformer_blocks[0].attn
     for head, find in enumerate(FINDERS):
         rows = slice(head * HEAD, (head + 1) * HEAD)
-        query, turned, away = compass(transformer, find)
+        query, turned, away = _bearings(transformer, find)
         keys = away.repeat(states.shape[1], 1)
         keys[FluxModel.tellers] = turned
         least_squares(attention.add_k_proj, rows, states, keys.expand(len(states), -1, -1))
@@ -155,7 +155,7 @@ def token_at(find: Find) -> torch.Tensor:
     return line.repeat_interleave(side) if find == "row" else line.repeat(side)
 
 
-def compass(
+def _bearings(
     transformer: FluxTransformer2DModel, find: Find
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A query that shows by its rotation where it is: slow and fast waves along the axes that matter, and a
