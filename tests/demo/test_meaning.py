@@ -75,6 +75,20 @@ def test_words_of_parts_begin_with_what_the_part_looks_like_and_which_it_is():
     assert words.weight[: vocabulary.size()].count_nonzero() == 0
 
 
+def test_words_that_tell_something_are_read_well_from_the_start():
+    told, shown = meaning.lessons(glyphs()), meaning.details(encoded())
+
+    def first_losses(spelled: bool) -> dict[str, float]:
+        torch.manual_seed(0)
+        model = FluxModel(heads=1, dual_blocks=1, single_blocks=1, text_layers=1)
+        meaning.spell(model.text_encoder_2.shared, shown, glyphs())
+        return meaning.teach(model, model.text_states, model.tellers, told, shown, 1, spelled)
+
+    well, unknowing = first_losses(True), first_losses(False)
+    assert well["look"] < 0.5 * unknowing["look"]
+    assert well["detail"] < 0.5 * unknowing["detail"]
+
+
 def test_least_squares_finds_the_layer():
     wanted, layer = nn.Linear(5, 3), nn.Linear(5, 4)
     before = layer.weight[3].clone()

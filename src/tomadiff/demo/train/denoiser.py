@@ -70,9 +70,11 @@ def prepare(out: Path, name: str, bfloat16: bool = False) -> Training[Denoiser]:
         small = shrink(glyphs.pictures[glyphs.rows(list(subjects()))], meaning.SIDE)
         pool = latents.load(out, 256)
         shown = meaning.details(pool)
+        spelled = isinstance(module, FluxModel)
         if isinstance(module, FluxModel):
             meaning.spell(module.text_encoder_2.shared, shown, small)
-        meaning.teach(module, module.text_states, module.tellers, meaning.lessons(small), shown)
+        lessons = meaning.lessons(small)
+        meaning.teach(module, module.text_states, module.tellers, lessons, shown, spelled=spelled)
         if isinstance(module, FluxModel):
             unpack_parts(module, pool, shown)
     if isinstance(module, FluxModel):

@@ -38,6 +38,7 @@ GRID = 8
 STEPS = 1000
 CAPTIONS_PER_STEP = 16
 PICTURES_PER_STEP = 24
+READ_WELL = 200
 
 
 def principal(rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,11 +178,14 @@ def teach(
     told: Lessons,
     shown: Details,
     steps: int = STEPS,
+    spelled: bool = False,
 ) -> dict[str, float]:
     """Train `module` so that its states tell the picture of a caption; returns the last losses.
 
     states: tokens (B, 80) -> states of the tokens (B, 80, C), and their pooled state (B, C)
     tellers: the 64 tokens that tell the parts of the picture
+    spelled: their words tell something from the start, and are read from the start as well as can be, or
+        they would lose it to readers that know nothing yet
     """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -193,6 +197,8 @@ def teach(
             "detail": nn.Linear(tokens_wide, shown.basis.shape[1]),
         }
     )
+    if spelled:
+        _read_well(readers, lambda tokens: states(tokens)[0][:, tellers], told, shown)
     # Components of the detail count for themselves, and as much as they weigh in the latents.
     weights = shown.basis.norm(dim=0) ** -2
     weights = 1 + weights / weights.mean()
@@ -218,3 +224,17 @@ def teach(
             shares = ", ".join(f"{name} {loss.item():.4f}" for name, loss in losses.items())
             print(f"text encoders: step {step}, {shares}", flush=True)
     return {name: loss.item() for name, loss in losses.items()}
+
+
+@torch.no_grad()
+def _read_well(
+    readers: nn.ModuleDict, words: Callable[[torch.Tensor], torch.Tensor], told: Lessons, shown: Details
+) -> None:
+    """Set the readers of parts by least squares. words: tokens (B, 80) -> states (B, 64, C)"""
+    generator = torch.Generator().manual_seed(1)
+    captions, look, _ = told.draw(torch.randint(0, len(told.tokens), (READ_WELL,), generator=generator))
+    pictures, detail = shown.draw(READ_WELL, generator)
+    for name, tokens, wanted in (("look", captions, look), ("detail", pictures, detail)):
+        reader = readers[name]
+        assert isinstance(reader, nn.Linear)
+        least_squares(reader, slice(None), words(tokens), wanted)
