@@ -114,14 +114,32 @@ def test_of_two_colours_it_says_where_each_lies():
     assert "red" in spelled_out("tiger on a red background")[1]
 
 
-def test_spelled_captions_are_known_and_fit_and_those_of_tokens_are_the_same():
+@pytest.mark.parametrize(
+    ("text", "scene"),
+    [
+        ("tiger on a red background", "red red"),
+        ("A tiger on a red to white gradient background.", "red_above white_below"),
+        ("tiger on an orange and gray background", "orange_left gray_right"),
+        ("red tiger in the snow", "start_ start_"),
+    ],
+)
+def test_the_background_may_come_before_the_parts(text: str, scene: str):
+    tokenizer = vocabulary.build_with_parts(scene_first=True)
+    words = tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids)
+    assert words[: vocabulary.SCENE] == scene.split()
+    rest = vocabulary.build_with_parts()
+    assert words[vocabulary.SCENE :] == rest.convert_ids_to_tokens(rest(text).input_ids)
+
+
+@pytest.mark.parametrize("scene_first", [False, True])
+def test_spelled_captions_are_known_and_fit_and_those_of_tokens_are_the_same(scene_first: bool):
     texts = [caption(name, background) for name in subjects().values() for background in backgrounds()[::13]]
-    tokens = vocabulary.with_parts(vocabulary.encode(texts))
+    tokens = vocabulary.with_parts(vocabulary.encode(texts), scene_first)
     assert not (tokens == vocabulary.UNKNOWN).any()
     assert (tokens == vocabulary.END).sum(dim=1).eq(1).all()
-    assert tokens[:, 0].unique().numel() == len(subjects())
+    assert tokens[:, vocabulary.SCENE * scene_first].unique().numel() == len(subjects())
     settings = {"padding": "max_length", "max_length": vocabulary.MAX_TOKENS, "return_tensors": "pt"}
-    assert tokens.equal(vocabulary.build_with_parts()(texts, **settings).input_ids)
-    empty = vocabulary.with_parts(vocabulary.encode([""]))[0]
+    assert tokens.equal(vocabulary.build_with_parts(scene_first)(texts, **settings).input_ids)
+    empty = vocabulary.with_parts(vocabulary.encode([""]), scene_first)[0]
     assert empty[0] == vocabulary.END
     assert (empty[1:] == vocabulary.PAD).all()

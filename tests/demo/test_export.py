@@ -5,18 +5,10 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, FluxPipeline, StableDiffusionXLPipeline
 from safetensors import safe_open
+from small_models import tiny
 
 from tomadiff.demo import CALL
 from tomadiff.demo.train import autoencoder, export
-from tomadiff.demo.train.flux import FluxModel
-from tomadiff.demo.train.xl import XLModel
-
-
-def tiny(name: str) -> FluxModel | XLModel:
-    torch.manual_seed(0)
-    if name == "emoji-flux":
-        return FluxModel(heads=1, dual_blocks=1, single_blocks=1, text_layers=1)
-    return XLModel(channels=(16, 32, 32, 32, 32), heads=(1,) * 5, transformer_layers=(1,) * 5, text_layers=2)
 
 
 @pytest.mark.parametrize(

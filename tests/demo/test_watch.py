@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from small_models import tiny_xl
 from torch import nn
 
 from tomadiff.demo.train import vocabulary, watch, xl
@@ -15,9 +16,10 @@ TELLERS = xl.XLModel.tellers
 
 def looked_for(part_of: torch.Tensor) -> torch.Tensor:
     """Loss of places that look for these parts, and only for them. part_of: (side * side,)"""
-    keys = torch.eye(TOKENS)
+    # Two heads that look for the same, each token with a key of its own.
+    keys = torch.randn(TOKENS, watch.HEAD, generator=torch.Generator().manual_seed(0)).repeat(1, 2)
     seen = watch.Watch()
-    seen.queries.append(1e3 * keys[TELLERS][None, part_of])
+    seen.queries.append(10 * keys[TELLERS][None, part_of])
     seen.keys.append(keys[None])
     return seen.places(TELLERS)
 
@@ -39,11 +41,16 @@ def test_a_block_that_knows_the_latents_below_its_places_has_no_error():
     assert seen.picture(latents, nn.ModuleList([nn.Identity(), nn.Identity()])) > 0.5
 
 
+def test_a_block_that_knows_which_of_two_a_place_is_has_no_error():
+    seen, readers = watch.Watch(), nn.ModuleList([nn.Identity(), nn.Identity()])
+    seen.features += [watch.halves_of(4)[None], watch.halves_of(8)[None]]
+    assert seen.half(readers) == 0
+    seen.features[1] = torch.zeros(3, 2, 8, 8)
+    assert seen.half(readers) == 0.5
+
+
 def test_a_unet_is_watched_on_the_way_up_and_only_while_asked():
-    torch.manual_seed(0)
-    model = xl.XLModel(
-        channels=(16, 32, 32, 32, 32), heads=(1,) * 5, transformer_layers=(1,) * 5, text_layers=1
-    )
+    model = tiny_xl()
     tokens = vocabulary.encode(["tiger on a blue background"])
     noise, time = torch.randn(1, 8, 32, 32), torch.tensor([999])
     with torch.no_grad():
@@ -52,10 +59,11 @@ def test_a_unet_is_watched_on_the_way_up_and_only_while_asked():
         assert [queries.shape[1] for queries in seen.queries] == [16, 16, 64, 64, 256, 256]
         assert {keys.shape[1] for keys in seen.keys} == {TOKENS}
         assert [tuple(features.shape[1:]) for features in seen.features] == [
-            (32, 4, 4),
-            (32, 8, 8),
-            (32, 16, 16),
+            (64, 4, 4),
+            (64, 8, 8),
+            (64, 16, 16),
+            (16, 32, 32),
         ]
-        assert seen.picture(noise, model.readers).isfinite()
+        assert seen.loss(noise, TELLERS, model.pictures, model.halves).isfinite()
         model(noise, time, tokens)
     assert len(seen.queries) == len(seen.keys) == 6

@@ -16,6 +16,7 @@ from ..captions import caption, held_out_sample, subjects
 from ..pictures import grid, shrink
 from . import autoencoder, latents, meaning
 from .data import load_glyphs
+from .finding import tell_parts
 from .flux import FluxModel
 from .loop import Recipe, Training, stop_on_signal
 from .stages import STAGES, Stage, learning_rate, locate
@@ -27,12 +28,12 @@ MODELS: dict[str, type[Denoiser]] = {"emoji-flux": FluxModel, "emoji-xl": XLMode
 SAMPLE_STEPS = 20
 
 
-def draw_sheet(module: Denoiser, out: Path, resolution: int, path: Path, count: int = 16) -> None:
-    """Write a sheet of held-out captions drawn by `module` at `resolution` pixels."""
+def draw_sheet(module: Denoiser, out: Path, path: Path, count: int = 16) -> None:
+    """Write a sheet of held-out captions drawn by `module`."""
     noise = torch.Generator().manual_seed(0)
     names = subjects()
     prompts = [caption(names[point], background) for point, background in held_out_sample(count)]
-    drawn = module.sample(prompts, resolution // 4, SAMPLE_STEPS, noise)
+    drawn = module.sample(prompts, latents.SIDE, SAMPLE_STEPS, noise)
     with torch.no_grad():
         pictures = torch.cat([autoencoder.load(out).decode(part).sample for part in torch.split(drawn, 4)])
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,20 +44,19 @@ def recipe(out: Path, name: str, stages: tuple[Stage, ...], bfloat16: bool = Fal
     """How a denoiser is trained."""
 
     @cache
-    def pool(resolution: int) -> latents.Pool:
-        return latents.load(out, resolution)
+    def pool() -> latents.Pool:
+        return latents.load(out)
 
     def loss_at(module: Denoiser, step: int, generator: torch.Generator) -> torch.Tensor:
         stage, inside = locate(stages, step)
-        pictures, tokens = pool(stage.resolution).draw(stage.batch, generator)
+        pictures, tokens = pool().draw(stage.batch, generator)
         with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
             return module.loss(pictures, tokens, inside, generator, stage.window)
 
     def report(module: Denoiser, step: int) -> dict[str, float]:
-        resolution = locate(stages, step - 1)[0].resolution
-        draw_sheet(module, out, resolution, out / name / "samples" / f"{step:06d}.png")
-        print(f"{name} step {step} at {resolution} px", flush=True)
-        return {"resolution": resolution}
+        draw_sheet(module, out, out / name / "samples" / f"{step:06d}.png")
+        print(f"{name} step {step}", flush=True)
+        return {}
 
     return Recipe(loss_at, lambda step: learning_rate(stages, step), report, ema_decay=0.995)
 
@@ -68,15 +68,14 @@ def prepare(out: Path, name: str, bfloat16: bool = False) -> Training[Denoiser]:
     if not (out / name / "checkpoint.pt").exists():
         glyphs = load_glyphs(out)
         small = shrink(glyphs.pictures[glyphs.rows(list(subjects()))], meaning.SIDE)
-        pool = latents.load(out, 256)
+        pool = latents.load(out)
         shown = meaning.details(pool)
-        spelled = isinstance(module, FluxModel)
-        if isinstance(module, FluxModel):
-            meaning.spell(module.text_encoder_2.shared, shown, small)
-        lessons = meaning.lessons(small)
-        meaning.teach(module, module.text_states, module.tellers, lessons, shown, spelled=spelled)
+        meaning.spell(module.table, shown, small)
+        meaning.teach(module, module.text_states, module.tellers, meaning.lessons(small), shown)
         if isinstance(module, FluxModel):
             unpack_parts(module, pool, shown)
+        else:
+            tell_parts(module, pool, shown)
     if isinstance(module, FluxModel):
         for part in finders(module.transformer):
             part.requires_grad_(False)

@@ -49,6 +49,12 @@ class FluxModel(nn.Module):
         self.text_encoder = text.clip(text_layers)
         self.text_encoder_2 = text.t5(text_width, text_layers)
 
+    @property
+    def table(self) -> nn.Embedding:
+        """Where the words for parts are."""
+        words: nn.Embedding = self.text_encoder_2.get_input_embeddings()
+        return words
+
     def text_states(self, tokens: torch.Tensor) -> list[torch.Tensor]:
         """What the transformer gets of a caption. tokens: (B, T) -> (B, T, C), (B, C)"""
         words = self.text_encoder_2(vocabulary.with_parts(tokens))[0]

@@ -1,6 +1,6 @@
 """Encode captioned pictures once, so that training the denoisers never runs the autoencoder.
 
-python -m tomadiff.demo.train.latents --out runs --resolution 64
+python -m tomadiff.demo.train.latents --out runs
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from ..pictures import composite, render, shrink
 from . import autoencoder, vocabulary
 from .data import Glyphs, load_glyphs
 
+RESOLUTION = 256
+SIDE = RESOLUTION // 4
 # How many pictures with gradients and two tones; all plain ones are always there.
-TWO_COLOURED = {64: 30_000, 128: 4_000, 256: 2_000}
+TWO_COLOURED = 2_000
 EMPTY_CAPTION_SHARE = 0.1
 
 
@@ -47,43 +49,37 @@ class Pool:
         return self.latents[rows].float(), tokens
 
 
-def chosen_pairs(resolution: int) -> tuple[list[tuple[int, Background]], int]:
+def chosen_pairs() -> tuple[list[tuple[int, Background]], int]:
     """The pairs to encode, plain ones first, and how many of them are plain. None of them is held out."""
     plain = pairs(held_out=False, kind="plain")
     others = pairs(held_out=False, kind="gradient") + pairs(held_out=False, kind="two-tone")
-    order = torch.randperm(len(others), generator=torch.Generator().manual_seed(resolution))
-    return plain + [others[index] for index in order[: TWO_COLOURED[resolution]].tolist()], len(plain)
+    order = torch.randperm(len(others), generator=torch.Generator().manual_seed(RESOLUTION))
+    return plain + [others[index] for index in order[:TWO_COLOURED].tolist()], len(plain)
 
 
 @torch.no_grad()
-def encode(
-    vae: AutoencoderKL, glyphs: Glyphs, chosen: list[tuple[int, Background]], resolution: int
-) -> torch.Tensor:
-    """-> (len(chosen), 8, resolution / 4, resolution / 4) float16"""
+def encode(vae: AutoencoderKL, glyphs: Glyphs, chosen: list[tuple[int, Background]]) -> torch.Tensor:
+    """-> (len(chosen), 8, 64, 64) float16"""
     points = sorted({point for point, _ in chosen})
-    small = shrink(glyphs.pictures[glyphs.rows(points)], resolution)
+    small = shrink(glyphs.pictures[glyphs.rows(points)], RESOLUTION)
     row_of = {point: row for row, point in enumerate(points)}
-    behind = {background: render(background, resolution) for _, background in chosen}
-    side = resolution // 4
-    latents = torch.empty(len(chosen), 8, side, side, dtype=torch.float16)
-    batch = max(1, 65536 // resolution**2)
-    for start in range(0, len(chosen), batch):
-        part = chosen[start : start + batch]
-        rows = torch.tensor([row_of[point] for point, _ in part])
-        pictures = composite(small[rows], torch.stack([behind[background] for _, background in part]))
-        latents[start : start + batch] = vae.encode(pictures).latent_dist.mode().half()
+    behind = {background: render(background, RESOLUTION) for _, background in chosen}
+    latents = torch.empty(len(chosen), 8, SIDE, SIDE, dtype=torch.float16)
+    for index, (point, background) in enumerate(chosen):
+        picture = composite(small[row_of[point]][None], behind[background][None])
+        latents[index] = vae.encode(picture).latent_dist.mode()[0].half()
     return latents
 
 
-def load(out: Path, resolution: int) -> Pool:
-    """The pool of one resolution, encoded the first time and memory-mapped afterwards."""
-    path = out / "latents" / f"{resolution}.pt"
+def load(out: Path) -> Pool:
+    """The pool, encoded the first time and memory-mapped afterwards."""
+    path = out / "latents" / "256.pt"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        chosen, plain = chosen_pairs(resolution)
+        chosen, plain = chosen_pairs()
         names = subjects()
         tokens = vocabulary.encode([caption(names[point], background) for point, background in chosen])
-        latents = encode(autoencoder.load(out), load_glyphs(out), chosen, resolution)
+        latents = encode(autoencoder.load(out), load_glyphs(out), chosen)
         partial = path.with_suffix(".partial")
         torch.save({"latents": latents, "tokens": tokens, "plain": plain}, partial)
         os.replace(partial, path)
@@ -96,9 +92,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("runs"))
-    parser.add_argument("--resolution", type=int, choices=sorted(TWO_COLOURED), required=True)
     options = parser.parse_args()
-    pool = load(options.out, options.resolution)
+    pool = load(options.out)
     latents = pool.latents[:: max(1, len(pool.latents) // 1000)].float()
     print(
         f"{len(pool.latents)} pictures, {pool.plain} of them plain; "

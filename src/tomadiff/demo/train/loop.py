@@ -198,7 +198,8 @@ class Training(Generic[Model]):
             if stopping:
                 raise SystemExit(f"stopped at step {self.step}; run the same command again to continue")
             if self.recipe.report and (self.step % self.recipe.report_every == 0 or self.step == until):
-                self._log(**self.recipe.report(self.ema, self.step))
+                if values := self.recipe.report(self.ema, self.step):
+                    self._log(**values)
                 since = (time.monotonic(), time.process_time())
 
     def _take_step(self) -> float:

@@ -164,11 +164,13 @@ def least_squares(
 
     inputs: (..., C), wanted: (..., D)
     """
-    given = F.pad(inputs, (0, 1), value=1.0).flatten(0, -2).double()
+    given = (inputs if layer.bias is None else F.pad(inputs, (0, 1), value=1.0)).flatten(0, -2).double()
     square = given.T @ given
     square += ridge * square.diagonal().mean() * torch.eye(len(square))
     found = torch.linalg.solve(square, given.T @ wanted.flatten(0, -2).double()).float()
-    layer.weight[rows], layer.bias[rows] = found[:-1].T, found[-1]
+    layer.weight[rows] = found[: inputs.shape[-1]].T
+    if layer.bias is not None:
+        layer.bias[rows] = found[-1]
 
 
 def teach(
@@ -178,14 +180,14 @@ def teach(
     told: Lessons,
     shown: Details,
     steps: int = STEPS,
-    spelled: bool = False,
 ) -> dict[str, float]:
     """Train `module` so that its states tell the picture of a caption; returns the last losses.
 
+    The words for parts tell something from the start, and are read from the start as well as can be, or they
+    would lose it to readers that know nothing yet.
+
     states: tokens (B, 80) -> states of the tokens (B, 80, C), and their pooled state (B, C)
     tellers: the 64 tokens that tell the parts of the picture
-    spelled: their words tell something from the start, and are read from the start as well as can be, or
-        they would lose it to readers that know nothing yet
     """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -197,8 +199,7 @@ def teach(
             "detail": nn.Linear(tokens_wide, shown.basis.shape[1]),
         }
     )
-    if spelled:
-        _read_well(readers, lambda tokens: states(tokens)[0][:, tellers], told, shown)
+    _read_well(readers, lambda tokens: states(tokens)[0][:, tellers], told, shown)
     # Components of the detail count for themselves, and as much as they weigh in the latents.
     weights = shown.basis.norm(dim=0) ** -2
     weights = 1 + weights / weights.mean()

@@ -1,4 +1,4 @@
-"""Which resolution, batch size and learning rate each step of a denoiser has."""
+"""Which batch size and learning rate each step of a denoiser has."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from .loop import ramp
 
 @dataclass(frozen=True)
 class Stage:
-    """`steps` steps at one resolution; the learning rate falls in a straight line from `peak` to `end`.
+    """`steps` steps of one kind; the learning rate falls in a straight line from `peak` to `end`.
 
     `window`: how many tokens a side a step shows of each picture; None: all.
     """
 
-    resolution: int
     steps: int
     batch: int
     peak: float
@@ -25,18 +24,14 @@ class Stage:
 
 STAGES: dict[str, tuple[Stage, ...]] = {
     "emoji-flux": (
-        Stage(256, 2000, 24, 6e-4, 1e-4, 20, window=16),
-        Stage(256, 400, 6, 1e-4, 1e-5, 20),
+        Stage(2000, 24, 6e-4, 1e-4, 20, window=16),
+        Stage(400, 6, 1e-4, 1e-5, 20),
     ),
-    "emoji-xl": (
-        Stage(64, 900, 32, 1e-3, 3e-4, 50),
-        Stage(128, 300, 16, 6e-4, 3e-4, 20),
-        Stage(256, 1500, 6, 6e-4, 1e-5, 20),
-    ),
+    "emoji-xl": (Stage(2600, 8, 8e-4, 1e-5, 20),),
 }
 
 # Which model is trained up to which step, one after the other.
-PLAN: tuple[tuple[str, int], ...] = (("emoji-flux", 2400), ("emoji-xl", 2700))
+PLAN: tuple[tuple[str, int], ...] = (("emoji-flux", 2400), ("emoji-xl", 2600))
 
 
 def locate(stages: tuple[Stage, ...], step: int) -> tuple[Stage, int]:

@@ -20,13 +20,13 @@ CLIP_WIDTH = 128
 Clip = TypeVar("Clip", CLIPTextModel, CLIPTextModelWithProjection)
 
 
-def clip_config(layers: int) -> CLIPTextConfig:
-    """A CLIP text model of width 128."""
+def clip_config(layers: int, width: int, spelled: bool) -> CLIPTextConfig:
+    """A CLIP text model; `spelled`: it knows the words for parts of subjects."""
     return CLIPTextConfig(
-        vocab_size=vocabulary.size(),
-        hidden_size=CLIP_WIDTH,
-        intermediate_size=4 * CLIP_WIDTH,
-        projection_dim=CLIP_WIDTH,
+        vocab_size=vocabulary.size(spelled),
+        hidden_size=width,
+        intermediate_size=4 * width,
+        projection_dim=width,
         num_hidden_layers=layers,
         num_attention_heads=4,
         max_position_embeddings=MAX_TOKENS,
@@ -36,14 +36,14 @@ def clip_config(layers: int) -> CLIPTextConfig:
     )
 
 
-def clip(layers: int) -> CLIPTextModel:
+def clip(layers: int, width: int = CLIP_WIDTH, spelled: bool = False) -> CLIPTextModel:
     """Last states and the pooled state of the end token."""
-    return widen(CLIPTextModel(clip_config(layers)))
+    return widen(CLIPTextModel(clip_config(layers, width, spelled)))
 
 
-def clip_with_projection(layers: int) -> CLIPTextModelWithProjection:
+def clip_with_projection(layers: int, width: int = CLIP_WIDTH) -> CLIPTextModelWithProjection:
     """The same with a linear layer behind the pooled state."""
-    return widen(CLIPTextModelWithProjection(clip_config(layers)))
+    return widen(CLIPTextModelWithProjection(clip_config(layers, width, False)))
 
 
 def widen(model: Clip) -> Clip:

@@ -1,9 +1,10 @@
 """The word-level tokenizers of the models.
 
-CLIP's knows the words of captions. T5's spells a caption out: 64 words for the subject come first, one for
-each part of its picture, and of two colours it says where each lies. T5 knows distances between words but no
-places, and what 237 subjects look like is more than the layers of a small T5 can remember; a table of words
-can.
+The plain one knows the words of captions. The others, of T5 in `emoji-flux` and of the first CLIP in
+`emoji-xl`, spell a caption out: 64 words for the subject come first, one for each part of its picture, and of
+two colours they say where each lies. What 237 subjects look like is more than the layers of small text
+encoders can remember; a table of words can. CLIP sees only what came before: its tokenizer names the
+background's colours first of all.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from ..captions import COLOURS, subjects, words
 # A caption takes at most 16 tokens. The others have room to tell what the picture looks like, part by part.
 PARTS = 64
 MAX_TOKENS = 16 + PARTS
+# How many words for the background come before those for the parts, where it is named first.
+SCENE = 2
 # CLIP's text model treats an end token of id 2 specially, for the sake of old checkpoints; so ours is not 2.
 PAD, UNKNOWN, START, END = range(4)
 SPECIAL = ("<pad>", "<unknown>", "<start>", "<end>")
@@ -44,9 +47,12 @@ def build() -> PreTrainedTokenizerFast:
     return _tokenizer(ids, list(TO_SPACE), ["<start>", "$A", "<end>"])
 
 
-def build_with_parts() -> PreTrainedTokenizerFast:
+def build_with_parts(scene_first: bool = False) -> PreTrainedTokenizerFast:
     """The same, spelled out, and without a start token. A caption that does not begin with a subject, an
     article before it or not, has the words for parts of no subject; an empty one has none.
+
+    scene_first: the colours of the background come first of all, as two words: the same one twice if it is
+        plain, and the start token where there is none of the backgrounds of captions.
     """
     ids = {word: index for index, word in enumerate([*SPECIAL, *words(), *part_words(), *placed_colours()])}
     ids[BEGIN] = ids.pop("<start>")
@@ -64,7 +70,21 @@ def build_with_parts() -> PreTrainedTokenizerFast:
         for name in sorted(subjects().values(), key=len, reverse=True)
     ]
     blank = normalizers.Replace(Regex(r"^(?!\w+_00 )"), " ".join([*spelled(), BEGIN, ""]))
-    return _tokenizer(ids, [*TO_SPACE, *place, *spell, blank], ["$A", "<end>"])
+    scene = _name_scene() if scene_first else []
+    return _tokenizer(ids, [*TO_SPACE, *place, *spell, blank, *scene], ["$A", "<end>"])
+
+
+def _name_scene() -> list[normalizers.Normalizer]:
+    """Put the colours of the background in front: the later one, then the other before it."""
+    plain = [(f"{colour} background", SCENE * f"{colour} ") for colour in COLOURS]
+    placed = [
+        (f"{colour}_{where}", f"{colour}_{where} ")
+        for where in ("below", "right", "above", "left")
+        for colour in COLOURS
+    ]
+    naming = [normalizers.Replace(Regex(rf"^(?=.* {text}\b)"), front) for text, front in [*plain, *placed]]
+    none = normalizers.Replace(Regex(r"^(?=\w+_00 )"), SCENE * f"{BEGIN} ")
+    return [*naming, none]
 
 
 def _tokenizer(
@@ -113,16 +133,16 @@ def size(parts: bool = False) -> int:
 
 
 @cache
-def _speller() -> PreTrainedTokenizerFast:
-    return build_with_parts()
+def _speller(scene_first: bool) -> PreTrainedTokenizerFast:
+    return build_with_parts(scene_first)
 
 
-def with_parts(tokens: torch.Tensor) -> torch.Tensor:
+def with_parts(tokens: torch.Tensor, scene_first: bool = False) -> torch.Tensor:
     """What `encode` gives -> what the tokenizer with parts gives, as long. (B, T) -> (B, T)"""
     # Brackets would be cut off; any word of no caption is as good for the unknown one.
     every = {index + len(SPECIAL): word for index, word in enumerate(words())} | {UNKNOWN: "unknown"}
     texts = [" ".join(every[index] for index in row if index in every) for row in tokens.tolist()]
-    return _pad(_speller(), texts, tokens.shape[1])
+    return _pad(_speller(scene_first), texts, tokens.shape[1])
 
 
 def encode(texts: list[str]) -> torch.Tensor:

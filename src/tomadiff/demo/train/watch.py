@@ -1,8 +1,9 @@
 """Questions asked of a UNet's blocks while it learns: where they look, and what they know.
 
 What a caption's tokens tell part by part is of no use to a place that does not find the token of its part,
-and what it read, it has to unpack from block to block. Learned from the finished picture alone, that takes
-very long: a UNet's places know where they lie by the padding of convolutions alone.
+and what it read, it has to unpack from block to block: each place of a block becomes four of the next, which
+have to know which of the four they are. Learned from the finished picture alone, that takes very long: a
+UNet's places know where they lie by the padding of convolutions alone.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ from torch import nn
 from . import meaning, vocabulary
 
 HEAD = 64
-# What not finding places, and not knowing the picture at each block, weigh in the loss.
-PLACES = 0.03
-PICTURE = 0.3
+# What not finding places, not knowing which of four a place is, and not knowing the picture at each block,
+# weigh in the loss.
+PLACES = 0.3
+HALVES = 0.3
+PICTURE = 0.5
 
 
 class Watch:
     """What one call of a denoiser shows; as a context it stops watching in the end.
 
-    `queries` and `keys` are those of single heads that attend to the caption, places (B, N, HEAD) and tokens
-    (B, T, HEAD); `features` are what blocks give out, (B, C, H, W).
+    `queries` and `keys` are those of attention to the caption, all heads side by side, of places (B, N, C)
+    and tokens (B, T, C); `features` are what blocks give out, (B, C, H, W).
     """
 
     def __init__(self) -> None:
@@ -52,12 +55,18 @@ class Watch:
         for handle in self._handles:
             handle.remove()
 
-    def loss(self, latents: torch.Tensor, tellers: slice, readers: nn.ModuleList) -> torch.Tensor:
-        """Both questions, weighed: a scalar. latents: (B, 8, H, W)"""
-        return PLACES * self.places(tellers) + PICTURE * self.picture(latents, readers)
+    def loss(
+        self, latents: torch.Tensor, tellers: slice, pictures: nn.ModuleList, halves: nn.ModuleList
+    ) -> torch.Tensor:
+        """All questions, weighed: a scalar. latents: (B, 8, H, W); `pictures` and `halves` read features"""
+        return (
+            PLACES * self.places(tellers)
+            + PICTURE * self.picture(latents, pictures)
+            + HALVES * self.half(halves)
+        )
 
     def places(self, tellers: slice) -> torch.Tensor:
-        """How well the heads find the tokens that tell about their parts, `tellers`: mean cross-entropy, a
+        """How well all heads find the tokens that tell about their parts, `tellers`: mean cross-entropy, a
         scalar; 4.4 is chance."""
         # A place that is larger than a part has no one part to look for.
         return torch.stack(
@@ -81,6 +90,28 @@ class Watch:
             ]
         ).mean()
 
+    def half(self, readers: nn.ModuleList) -> torch.Tensor:
+        """How well a linear reading of each block tells upper places from lower ones, and left from right, of
+        each two: mean squared error, a scalar; 1 is chance."""
+        return torch.stack(
+            [
+                F.mse_loss(read := reader(features), halves_of(features.shape[-1]).expand_as(read))
+                for reader, features in zip(readers, self.features, strict=True)
+            ]
+        ).mean()
+
+
+def halves_of(side: int) -> torch.Tensor:
+    """Whether a place is the upper or the lower, and the left or the right, of two.
+
+    -> (2, side, side), -1 or 1
+
+    >>> halves_of(4)[1, 0].tolist()
+    [-1.0, 1.0, -1.0, 1.0]
+    """
+    half = torch.arange(side) % 2 * 2.0 - 1
+    return torch.stack(torch.meshgrid(half, half, indexing="ij"))
+
 
 def part_of(side: int) -> torch.Tensor:
     """Which of the 64 parts each place of a grid lies in. -> (side * side,)
@@ -94,6 +125,7 @@ def part_of(side: int) -> torch.Tensor:
 
 def _places(queries: torch.Tensor, keys: torch.Tensor, tellers: slice) -> torch.Tensor:
     """queries: (B, N, C) of a square grid, keys: (B, T, C)"""
-    scores = queries @ keys.mT / HEAD**0.5
+    places, tokens = (side.unflatten(-1, (-1, HEAD)).transpose(1, 2) for side in (queries, keys))
+    scores = places @ tokens.mT / HEAD**0.5
     token = torch.arange(keys.shape[1])[tellers][part_of(math.isqrt(queries.shape[1]))]
-    return F.cross_entropy(scores.flatten(0, 1), token.repeat(len(queries)))
+    return F.cross_entropy(scores.flatten(0, 2), token.repeat(scores.shape[0] * scores.shape[1]))

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
 from torch import nn
 
 from . import text, vocabulary
-from .watch import HEAD, Watch
+from .watch import Watch
 
 PIXELS_PER_LATENT = 4
-# A share of the noise levels is so high that only the caption says what to draw, by side of the latents: what
-# a caption says of a place has to be learned anew at each size.
-HIGH_NOISE, HIGH_NOISE_SHARE = 750, {16: 0.5, 32: 0.4, 64: 0.35}
+# A share of the noise levels is so high that only the caption says what to draw; in the first steps all are.
+HIGH_NOISE, HIGH_NOISE_SHARE, ONLY_HIGH = 750, 0.35, 200
 
 
 def scheduler() -> DDIMScheduler:
@@ -46,30 +43,28 @@ def watched(unet: UNet2DConditionModel) -> Watch:
     seen = Watch()
     for name, module in unet.up_blocks.named_modules():
         if name.endswith("attn2"):
-            seen.record(module.to_q, seen.queries, lambda queries: queries[..., :HEAD])
-            seen.record(module.to_k, seen.keys, lambda keys: keys[..., :HEAD])
-    for block in _attentive(unet):
-        seen.record(block.attentions[-1], seen.features, lambda output: output[0])
+            seen.record(module.to_q, seen.queries, lambda queries: queries)
+            seen.record(module.to_k, seen.keys, lambda keys: keys)
+    # All levels but the lowest, which knows nothing in detail, from coarse to fine.
+    for block in unet.up_blocks[1:]:
+        last = block.attentions[-1] if hasattr(block, "attentions") else block.resnets[-1]
+        seen.record(last, seen.features, lambda output: output if torch.is_tensor(output) else output[0])
     return seen
-
-
-def _attentive(unet: UNet2DConditionModel) -> list[Any]:
-    """The blocks with attention on the way up, from coarse to fine."""
-    return [block for block in unet.up_blocks if hasattr(block, "attentions")]
 
 
 class XLModel(nn.Module):
     """Everything of the pipeline that is trained."""
 
-    # CLIP's tokens know their places, and see only those before them: the padding behind the caption tells.
-    tellers = slice(-vocabulary.PARTS, None)
+    # The words of the first CLIP for the parts of the subject, behind those for the background.
+    tellers = slice(vocabulary.SCENE, vocabulary.SCENE + vocabulary.PARTS)
 
     def __init__(
         self,
-        channels: tuple[int, ...] = (48, 128, 192, 128, 128),
-        heads: tuple[int, ...] = (1, 2, 3, 2, 2),
-        transformer_layers: tuple[int, ...] = (1, 1, 2, 1, 1),
-        text_layers: int = 4,
+        channels: tuple[int, ...] = (48, 128, 192, 128, 64),
+        heads: tuple[int, ...] = (1, 2, 3, 2, 1),
+        transformer_layers: tuple[int, ...] = (1, 2, 1, 1, 1),
+        text_layers: int = 3,
+        text_width: int = 192,
     ) -> None:
         super().__init__()
         time_width = 32
@@ -86,26 +81,35 @@ class XLModel(nn.Module):
             transformer_layers_per_block=transformer_layers,
             # diffusers reads this as the number of heads, as SDXL's own configuration does.
             attention_head_dim=heads,
-            cross_attention_dim=2 * text.CLIP_WIDTH,
+            cross_attention_dim=text_width + text.CLIP_WIDTH,
             addition_embed_type="text_time",
             addition_time_embed_dim=time_width,
             projection_class_embeddings_input_dim=6 * time_width + text.CLIP_WIDTH,
             use_linear_projection=True,
             norm_num_groups=16,
         ).to(memory_format=torch.channels_last)
-        self.text_encoder = text.clip(text_layers)
+        self.text_encoder = text.clip(text_layers, text_width, spelled=True)
         self.text_encoder_2 = text.clip_with_projection(text_layers)
         self.scheduler = scheduler()
-        # From the features of a level to the latents below each of its places; for training only.
-        scales = [2 ** (len(channels) - 2 - index) for index in range(len(_attentive(self.unet)))]
-        self.readers = nn.ModuleList(
-            nn.Conv2d(width, 8 * scale**2, 1)
-            for scale, width in zip(scales, reversed(channels[1:-1]), strict=True)
+        # From the features of a level to the latents below each of its places, and to which of four it is;
+        # for training only.
+        widths = list(reversed(channels[:-1]))
+        scales = [2 ** (len(widths) - 1 - index) for index in range(len(widths))]
+        self.pictures = nn.ModuleList(
+            nn.Conv2d(width, 8 * scale**2, 1) for scale, width in zip(scales, widths, strict=True)
         )
+        self.halves = nn.ModuleList(nn.Conv2d(width, 2, 1) for width in widths)
+
+    @property
+    def table(self) -> nn.Embedding:
+        """Where the words for parts are."""
+        words: nn.Embedding = self.text_encoder.get_input_embeddings()
+        return words
 
     def text_states(self, tokens: torch.Tensor) -> list[torch.Tensor]:
         """What the UNet gets of a caption. tokens: (B, T) -> (B, T, C), (B, C)"""
-        first = self.text_encoder(tokens, output_hidden_states=True)
+        spelled = vocabulary.with_parts(tokens, scene_first=True)
+        first = self.text_encoder(spelled, output_hidden_states=True)
         second = self.text_encoder_2(tokens, output_hidden_states=True)
         words = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], dim=-1)
         return [words, second.text_embeds]
@@ -122,12 +126,12 @@ class XLModel(nn.Module):
         if window is not None:
             raise ValueError("a UNet knows places by the edges of the picture: it has to see all of it")
         noise = torch.randn(latents.shape, generator=generator)
-        time = draw_times(len(latents), HIGH_NOISE_SHARE[latents.shape[-1]], generator)
+        time = draw_times(len(latents), HIGH_NOISE_SHARE if step >= ONLY_HIGH else 1.0, generator)
         mixed = self.scheduler.add_noise(latents, noise, time).to(memory_format=torch.channels_last)
         with watched(self.unet) as seen:
             v = self(mixed, time, tokens)
         error = F.mse_loss(v, self.scheduler.get_velocity(latents, noise, time))
-        return error + seen.loss(latents, self.tellers, self.readers)
+        return error + seen.loss(latents, self.tellers, self.pictures, self.halves)
 
     def forward(self, mixed: torch.Tensor, time: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """v, conditioned as the pipeline's. mixed: (B, 8, H, W); time: (B,); tokens: (B, T) -> like mixed"""
@@ -158,7 +162,7 @@ class XLModel(nn.Module):
             vae=vae,
             text_encoder=self.text_encoder,
             text_encoder_2=self.text_encoder_2,
-            tokenizer=vocabulary.build(),
+            tokenizer=vocabulary.build_with_parts(scene_first=True),
             tokenizer_2=vocabulary.build(),
             unet=self.unet,
             scheduler=scheduler(),
