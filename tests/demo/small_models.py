@@ -23,7 +23,9 @@ def tiny(name: str) -> FluxModel | XLModel:
 
 def tiny_xl() -> XLModel:
     torch.manual_seed(0)
-    return XLModel(channels=(16, 64, 64, 64, 64), heads=(1,) * 5, transformer_layers=(1,) * 5, text_layers=2)
+    return XLModel(
+        channels=(48, 128, 128, 128, 64), heads=(1, 2, 2, 2, 1), transformer_layers=(1,) * 5, text_layers=2
+    )
 
 
 def glyphs() -> torch.Tensor:

@@ -10,6 +10,7 @@ from tomadiff.demo.captions import held_out_pairs
 from tomadiff.demo.train import autoencoder, denoiser, latents, loop, run, vocabulary
 from tomadiff.demo.train.flux import pack, positions, some_window, unpack
 from tomadiff.demo.train.stages import PLAN, STAGES, Stage, learning_rate, locate
+from tomadiff.demo.train.xl import PICTURE, features
 
 TINY_STAGES = {
     "emoji-flux": (Stage(2, 2, 1e-3, 1e-4, 1, window=4), Stage(2, 2, 1e-4, 1e-5, 1)),
@@ -143,6 +144,26 @@ def test_a_unet_has_to_see_the_whole_picture():
     tokens = vocabulary.encode(["tiger on a red background"])
     with pytest.raises(ValueError, match="see all of it"):
         tiny_xl().loss(torch.randn(1, 8, 16, 16), tokens, 0, torch.Generator(), window=4)
+
+
+def test_levels_on_the_way_up_are_asked_for_the_picture_while_they_learn():
+    model = tiny_xl()
+    latents, tokens = torch.randn(1, 8, 32, 32), vocabulary.encode(["tiger on a blue background"])
+    with features(model.unet) as levels:
+        model(latents, torch.tensor([999]), tokens)
+    model(latents, torch.tensor([999]), tokens)
+    assert [tuple(level.shape) for level in levels] == [
+        (1, 128, 4, 4),
+        (1, 128, 8, 8),
+        (1, 128, 16, 16),
+        (1, 48, 32, 32),
+    ]
+    lost = model.loss(latents, tokens, 0, torch.Generator().manual_seed(0))
+    for reader in model.pictures:
+        nn.init.zeros_(reader.weight)
+        nn.init.constant_(reader.bias, 10.0)
+    worse = model.loss(latents, tokens, 0, torch.Generator().manual_seed(0))
+    assert worse - lost > 0.8 * PICTURE * 10**2
 
 
 def test_rotary_positions_span_the_same_range_at_every_resolution():

@@ -16,7 +16,7 @@ from ..captions import caption, held_out_sample, subjects
 from ..pictures import grid, shrink
 from . import autoencoder, latents, meaning
 from .data import load_glyphs
-from .finding import tell_parts
+from .finding import hold_coordinates, tell_parts
 from .flux import FluxModel
 from .loop import Recipe, Training, stop_on_signal
 from .stages import STAGES, Stage, learning_rate, locate
@@ -58,7 +58,9 @@ def recipe(out: Path, name: str, stages: tuple[Stage, ...], bfloat16: bool = Fal
         print(f"{name} step {step}", flush=True)
         return {}
 
-    return Recipe(loss_at, lambda step: learning_rate(stages, step), report, ema_decay=0.995)
+    return Recipe(
+        loss_at, lambda step: learning_rate(stages, step), report, ema_decay=0.995, weight_decay=0.0
+    )
 
 
 def prepare(out: Path, name: str, bfloat16: bool = False) -> Training[Denoiser]:
@@ -79,6 +81,8 @@ def prepare(out: Path, name: str, bfloat16: bool = False) -> Training[Denoiser]:
     if isinstance(module, FluxModel):
         for part in finders(module.transformer):
             part.requires_grad_(False)
+    else:
+        hold_coordinates(module)
     return Training(module, recipe(out, name, STAGES[name], bfloat16), out / name)
 
 

@@ -1,44 +1,283 @@
-"""Begin the cross-attention of the UNet with what a caption's tokens tell, part by part.
+"""Tell the places of the UNet where they lie, and let them find and unpack what a caption tells about them.
 
-Keys say which row and column of parts a token is of, each with a number of its own, so that a place needs to
-know its row and its column, and not which of 64 parts it lies in. Values say what the part looks like. Both
-are solved for by least squares; to ask for its part is left to each place, see `watch.py`.
+A caption's tokens tell about parts of the picture, and a UNet's places know where they lie by the padding of
+its convolutions alone. Learned by descent both take longer than all the rest; most of it can be solved for:
+
+- Coordinates. At the lowest level, of 4 x 4 places, the padding around a constant makes an exact ramp; on the
+  way up the convolution behind each upsampling makes, from neighbours, which of two columns and rows a place
+  lies in. They have channels of their own, which all other layers on the way up begin by handing on.
+- Queries and keys of cross-attention that compare the place's part with the token's. Values: what the part
+  looks like, by least squares.
+- At the highest level with attention a feed-forward with 32 hidden units for each of the 16 places of a part,
+  open for that place only; and behind them the latents, by least squares.
 """
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 import torch.nn.functional as F
+from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from torch import nn
 
-from . import meaning, vocabulary
+from . import meaning
 from .latents import Pool
 from .meaning import Details, least_squares
-from .watch import HEAD
 from .xl import XLModel
 
-STRENGTH = 8.0
+HEAD = 64
+# Where coordinates lie among the channels of the way up, each with its negative behind it, so that norms see
+# no mean, and those along rows two further: which part a place lies in, from -1.75 to 1.75; a constant; and
+# which of two it is at the levels of 16 and of 32 places. At that of 64 it stands where the part was.
+PART, ONE, HALF_16, HALF_32, HALF_64 = 0, 4, 8, 12, 0
+COORDINATES, HALVES = slice(0, 16), slice(HALF_64, HALF_64 + 4)
+# Hidden channels that make the ramp: as many as a group of their norm.
+RAMP = slice(0, 4)
+# Parts lie this far apart.
+APART = 0.5
+# What the caption tells of the latents of a place at the level of 32, in the UNet and inside its block.
+GUESS, INNER_GUESS = slice(16, 48), slice(-32, None)
+# How sharply places look for their part; how far away tokens are that are of none, and how much it matters
+# that they are just as far.
+SHARP, AWAY, ASIDE = 36.0, -4.0, 0.02
+# How strong the constant is inside blocks, whose norms it keeps steady; how far hidden units are pushed open
+# or shut.
+STEADY, OPEN = 4.0, 4.0
+# How much of all else the block that unpacks sees at first.
+AJAR = 0.1
 
 
 @torch.no_grad()
 def tell_parts(model: XLModel, pool: Pool, shown: Details) -> None:
-    """Set keys and values of all cross-attention, in each of its heads."""
-    latents, tokens = pool.draw(200, torch.Generator().manual_seed(0), empty=0.0)
+    """Set what the way up begins with."""
+    generator = torch.Generator().manual_seed(0)
+    latents, tokens = pool.draw(200, generator, empty=0.0)
     states = model.text_states(tokens)[0]
     look = (meaning.parts(latents) - shown.mean) @ shown.basis
-    part = torch.arange(vocabulary.PARTS)
-    lines = torch.cat(
-        [F.one_hot(line, meaning.GRID) for line in (part // meaning.GRID, part % meaning.GRID)], 1
-    )
-    # Tokens that are of no part are of no row and no column, and easily left aside.
+    lowest, *middle, highest = model.unet.up_blocks
+    for block in (lowest, *middle):
+        for resnet in block.resnets:
+            _hand_on(resnet, COORDINATES)
+    _ramp(lowest.resnets[0])
+    _upsample(model.unet.up_blocks)
+    for block in middle:
+        for transformer in block.attentions:
+            _find(transformer, states, look, model.tellers)
+    for resnet in middle[-1].resnets:
+        _hand_on(resnet, GUESS)
+    shortcut = middle[-1].resnets[0].conv_shortcut
+    nn.init.zeros_(shortcut.weight[GUESS])
+    for channels in (HALVES, GUESS):
+        _hand_on(highest.resnets[0], channels)
+    _unpack(model, pool, generator)
+
+
+def hold_coordinates(model: XLModel) -> None:
+    """From now on what makes and reads coordinates stays as it is: it has nothing to learn."""
+    lowest, *middle, highest = model.unet.up_blocks
+    held: list[tuple[nn.Module, slice]] = []
+    for block in (lowest, *middle):
+        for resnet in block.resnets:
+            held += [(resnet.conv_shortcut, COORDINATES), (resnet.conv2, COORDINATES)]
+        held.append((block.upsamplers[0].conv, COORDINATES))
+    first = lowest.resnets[0]
+    held += [(first.norm1, slice(-1, None))]
+    held += [(layer, RAMP) for layer in (first.conv1, first.time_emb_proj, first.norm2)]
+    held += [(layer, HALVES) for layer in (highest.resnets[0].conv_shortcut, highest.resnets[0].conv2)]
+    for transformer in (transformer for block in middle for transformer in block.attentions):
+        held += [
+            (layer, COORDINATES) for layer in (transformer.norm, transformer.proj_in, transformer.proj_out)
+        ]
+        for block in transformer.transformer_blocks:
+            held += [(layer, COORDINATES) for layer in (block.norm2, *_writers(block))]
+            held += [(layer, slice(None)) for layer in (block.attn2.to_q, block.attn2.to_k)]
+    for layer, channels in held:
+        for parameter in layer.parameters():
+            moves = torch.ones(len(parameter), *(1,) * (parameter.ndim - 1))
+            moves[channels] = 0
+            parameter.register_hook(moves.mul)
+
+
+def _writers(block: BasicTransformerBlock) -> list[nn.Linear]:
+    """What writes into the stream inside a block."""
+    return [block.attn1.to_out[0], block.attn2.to_out[0], block.ff.net[2]]
+
+
+def _hand_on(resnet: ResnetBlock2D, channels: slice) -> None:
+    """Let these channels through as they are."""
+    shortcut = resnet.conv_shortcut
+    for layer in (shortcut, resnet.conv2):
+        nn.init.zeros_(layer.weight[channels])
+        nn.init.zeros_(layer.bias[channels])
+    for channel in range(channels.start, channels.stop):
+        shortcut.weight[channel, channel] = 1.0
+
+
+def _along(weight: torch.Tensor, axis: int) -> torch.Tensor:
+    """The part of a convolution's weights, (O, I, 3, 3), that looks along rows or columns. -> (O, I, 3)"""
+    return weight[:, :, 1] if axis == 0 else weight[..., 1]
+
+
+def _both(weight: torch.Tensor, channel: int, kernel: torch.Tensor) -> None:
+    """Set what makes a coordinate, and its negative, along columns and along rows.
+
+    kernel: of the column (I, 3)
+    """
+    for axis in range(2):
+        turned = kernel.clone()
+        for first in (PART, HALF_16, HALF_32):
+            turned[first : first + 4] = kernel[first : first + 4].roll(2 * axis, 0)
+        for sign in (1, -1):
+            row = channel + 2 * axis + (sign < 0)
+            weight[row] = 0
+            _along(weight, axis)[row] = sign * turned
+
+
+def _ramp(resnet: ResnetBlock2D) -> None:
+    """Make coordinates of 4 x 4 places out of the padding around a constant."""
+    # A constant: what the norm makes of one of the channels on the way.
+    nn.init.zeros_(resnet.norm1.weight[-1:])
+    resnet.norm1.bias[-1] = 1.2785  # silu of it is 1
+    # -1 at the one edge, 1 at the other and 0 between them; the norm makes sqrt(2) of it. And its negative.
+    for part in (resnet.conv1, resnet.time_emb_proj):
+        nn.init.zeros_(part.weight[RAMP])
+        nn.init.zeros_(part.bias[RAMP])
+    edge = torch.tensor([1.0, 0.0, -1.0])
+    for axis, (sign, back) in product(range(2), ((1, 0), (-1, 1))):
+        _along(resnet.conv1.weight, axis)[2 * axis + back, -1] = sign * edge
+    # From that -1.5, -0.5, 0.5, 1.5; what is left of a pair behind silu is x - (-x).
+    ramp = APART * torch.tensor([1.0, 3.0, 1.0]) / 2**0.5
+    nn.init.zeros_(resnet.conv_shortcut.weight[COORDINATES])
+    for axis, (sign, back) in product(range(2), ((1, 0), (-1, 1))):
+        row = _along(resnet.conv2.weight, axis)[PART + 2 * axis + back]
+        row[2 * axis], row[2 * axis + 1] = sign * ramp, -sign * ramp
+    resnet.conv2.bias[ONE], resnet.conv2.bias[ONE + 1] = 1.0, -1.0
+
+
+def _upsample(blocks: nn.ModuleList) -> None:
+    """Hand coordinates on to the next level, and make those it needs besides."""
+    same, finer = torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0.25, 0.5, 0.25])
+    # The coordinate of a place along a column is the sum of these; the outermost place's; how far they lie
+    # apart.
+    column, edge, apart = {PART: 1.0}, 3 * APART, 2 * APART
+    for block, made in zip(blocks, (PART, HALF_16, HALF_32, HALF_64), strict=False):
+        convolution = block.get_submodule("upsamplers.0.conv")
+        assert isinstance(convolution, nn.Conv2d)
+        assert convolution.bias is not None
+        weight, bias = convolution.weight, convolution.bias
+        here, there = (torch.zeros(weight.shape[1], 3) for _ in range(2))
+        for channel, share in column.items():
+            here[channel], there[channel] = share * same, share * finer
+        # Nothing lies behind the edge, and the constant tells where that is.
+        there[ONE] = (edge + apart) / 4 * torch.tensor([1.0, 0.0, -1.0])
+        last = block is blocks[3]
+        for kept in (COORDINATES, *([GUESS] if last else [])):
+            nn.init.zeros_(weight[kept])
+            nn.init.zeros_(bias[kept])
+            for channel in range(kept.start, kept.stop):
+                weight[channel, channel, 1, 1] = 1.0
+        if block is blocks[0]:
+            _both(weight, made, there)
+        else:
+            _both(weight, made, (there - here) * 4 / apart)
+            column[made] = apart / 4
+        edge, apart = edge + apart / 4, apart / 2
+
+
+def _find(transformer: Transformer2DModel, states: torch.Tensor, look: torch.Tensor, tellers: slice) -> None:
+    """Let all heads find the token of a place's part, and take from it what the part looks like.
+
+    states: of captions (B, T, C); look: components of their parts (B, 64, D)
+    """
+    _keep(transformer.proj_out, COORDINATES)
+    _keep(transformer.proj_in, COORDINATES)
+    coordinates = torch.eye(COORDINATES.stop)
+    coordinates[ONE : ONE + 2] *= STEADY
+    transformer.proj_in.weight[COORDINATES, COORDINATES] = coordinates
+    # Of the squared distance between places, what depends on the token.
     keys = torch.zeros(states.shape[1], HEAD)
-    keys[:, : lines.shape[1]] = -STRENGTH / 2
-    keys[model.tellers, : lines.shape[1]] = STRENGTH * lines
-    for name, attention in model.unet.named_modules():
-        if not name.endswith("attn2"):
-            continue
+    keys[:, 2] = AWAY
+    keys[tellers, :3] = meaning.where() * torch.tensor([1.0, 1.0, -1.0])
+    weight = torch.full((states.shape[1], 1), ASIDE)
+    weight[tellers] = 1.0
+    queries = torch.zeros(HEAD, transformer.proj_in.out_features)
+    for index, (channel, strength) in enumerate([(PART, 1.0), (PART + 2, 1.0), (ONE, STEADY)]):
+        queries[index, channel], queries[index, channel + 1] = 0.5 / strength, -0.5 / strength
+    for block in transformer.transformer_blocks:
+        for layer in _writers(block):
+            _keep(layer, COORDINATES)
+        attention = block.attn2
         for head in range(attention.heads):
             rows = slice(head * HEAD, (head + 1) * HEAD)
-            values = torch.zeros(*states.shape[:2], HEAD)
-            values[:, model.tellers] = look[..., rows]
-            least_squares(attention.to_k, rows, states, keys.expand(len(states), -1, -1), ridge=1e-4)
-            least_squares(attention.to_v, rows, states, values, ridge=1e-4)
+            attention.to_q.weight[rows] = SHARP * queries
+            wanted = (SHARP * keys).expand(len(states), -1, -1)
+            least_squares(attention.to_k, rows, weight * states, weight * wanted, ridge=1e-8)
+            least_squares(attention.to_v, rows, states[:, tellers], look[..., rows], ridge=1e-6)
+        into = attention.to_out[0]
+        nn.init.zeros_(into.weight)
+        free = slice(COORDINATES.stop, into.out_features)
+        into.weight[free, : free.stop - free.start] = torch.eye(free.stop - free.start)
+
+
+def _keep(layer: nn.Linear, channels: slice) -> None:
+    """Write nothing into these channels."""
+    nn.init.zeros_(layer.weight[channels])
+    nn.init.zeros_(layer.bias[channels])
+
+
+def _unpack(model: XLModel, pool: Pool, generator: torch.Generator) -> None:
+    """Let the first block of the level of 32 guess the latents from what the part looks like."""
+    first, *others = model.unet.up_blocks[3].attentions
+    for transformer in others:
+        _keep(transformer.proj_out, GUESS)
+    for layer in (first.proj_in, first.transformer_blocks[0].attn1.to_out[0]):
+        layer.weight[COORDINATES.stop :] *= AJAR
+        layer.bias[COORDINATES.stop :] *= AJAR
+    for block in first.transformer_blocks:
+        for layer in _writers(block):
+            _keep(layer, INNER_GUESS)
+    _keep(first.proj_in, INNER_GUESS)
+    _keep(first.proj_out, GUESS)
+    first.proj_out.weight[GUESS, INNER_GUESS] = torch.eye(32)
+    block = first.transformer_blocks[0]
+    inputs, latents = _collect(model, block, pool, generator)
+    halves = inputs[..., HALF_16 : HALF_32 + 4 : 2].sign()
+    into, back = block.ff.net[0].proj, block.ff.net[2]
+    count = into.out_features // 2
+    nn.init.zeros_(into.weight[count:])
+    steady = inputs[..., ONE].mean()
+    for number, signs in enumerate(product((-1.0, 1.0), repeat=4)):
+        units = slice(32 * number, 32 * (number + 1))
+        here = (halves == torch.tensor(signs)).all(-1)
+        least_squares(into, units, inputs[here], latents[here], ridge=1e-4)
+        gates = slice(count + units.start, count + units.stop)
+        for sign, channel in zip(signs, range(HALF_16, HALF_32 + 4, 2), strict=True):
+            # As they are inside a block, the constant is STEADY times as strong as what tells the half.
+            into.weight[gates, channel] = OPEN * sign * STEADY / steady
+        into.bias[gates] = -3 * OPEN
+    nn.init.zeros_(back.weight[INNER_GUESS])
+    least_squares(back, INNER_GUESS, block.ff.net[0](inputs), latents, ridge=1e-4)
+    reader = model.pictures[2]
+    assert isinstance(reader, nn.Conv2d)
+    assert reader.bias is not None
+    nn.init.zeros_(reader.weight)
+    nn.init.zeros_(reader.bias)
+    reader.weight[:, GUESS, 0, 0] = torch.eye(32)
+
+
+def _collect(
+    model: XLModel, block: BasicTransformerBlock, pool: Pool, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the feed-forward of a block gets at pure noise, and the latents below. -> (N, C), (N, 32)"""
+    given: list[torch.Tensor] = []
+    handle = block.ff.register_forward_pre_hook(lambda _, args: given.append(args[0].flatten(0, 1)))
+    wanted = []
+    for _ in range(6):
+        latents, tokens = pool.draw(16, generator, empty=0.0)
+        model(torch.randn(latents.shape, generator=generator), torch.full((16,), 999), tokens)
+        wanted.append(F.pixel_unshuffle(latents, 2).flatten(2).mT.flatten(0, 1))
+    handle.remove()
+    return torch.cat(given), torch.cat(wanted)

@@ -35,6 +35,8 @@ WHICH = 2.0
 # Of the pictures in pixels, and of pictures four times as large in latents.
 SIDE = 64
 GRID = 8
+# Where parts lie counts for much: places find their part by it.
+WHERE = 10.0
 STEPS = 1000
 CAPTIONS_PER_STEP = 16
 PICTURES_PER_STEP = 24
@@ -56,6 +58,25 @@ def principal(rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
 def parts(pictures: torch.Tensor) -> torch.Tensor:
     """(N, C, 64, 64) -> (N, 64, C * 64), the cells of a grid of 8 x 8"""
     return F.unfold(pictures, SIDE // GRID, stride=SIDE // GRID).transpose(1, 2)
+
+
+def part_of(side: int) -> torch.Tensor:
+    """Which of the 64 parts each place of a grid lies in. -> (side * side,)
+
+    >>> part_of(16)[:4].tolist()
+    [0, 0, 1, 1]
+    """
+    part = torch.arange(side) * GRID // side
+    return (GRID * part[:, None] + part).flatten()
+
+
+def where() -> torch.Tensor:
+    """Where each part lies: its column and its row, from -1.75 to 1.75, and half the sum of their squares,
+    by which linear layers tell which part is nearest. -> (64, 3)
+    """
+    line = (torch.arange(GRID) - (GRID - 1) / 2) / 2
+    row, column = (side.flatten() for side in torch.meshgrid(line, line, indexing="ij"))
+    return torch.stack([column, row, (column**2 + row**2) / 2], dim=1)
 
 
 def scene(background: Background) -> torch.Tensor:
@@ -197,6 +218,7 @@ def teach(
             "look": nn.Linear(tokens_wide, PART_COMPONENTS + vocabulary.PARTS),
             "whole": nn.Linear(pooled_wide, COMPONENTS + 8),
             "detail": nn.Linear(tokens_wide, shown.basis.shape[1]),
+            "where": nn.Linear(tokens_wide, 3),
         }
     )
     _read_well(readers, lambda tokens: states(tokens)[0][:, tellers], told, shown)
@@ -210,16 +232,20 @@ def teach(
         captions, look, whole = told.draw(rows)
         others, detail = shown.draw(PICTURES_PER_STEP, generator)
         words, pooled = states(torch.cat([captions, others]))
-        few, many = words[:, tellers].split([len(captions), len(others)])
+        parts_of_all = words[:, tellers]
+        few, many = parts_of_all.split([len(captions), len(others)])
         found = {
             "look": readers["look"](few),
             "whole": readers["whole"](pooled[: len(captions)]),
             "detail": readers["detail"](many),
+            "where": readers["where"](parts_of_all),
         }
-        wanted = {"look": look, "whole": whole, "detail": detail}
+        wanted = {"look": look, "whole": whole, "detail": detail, "where": where()}
         errors = {name: (found[name] - wanted[name]).square() for name in found}
         losses = {name: error.mean() for name, error in errors.items()}
-        torch.autograd.backward(losses["look"] + losses["whole"] + (errors["detail"] * weights).mean())
+        torch.autograd.backward(
+            losses["look"] + losses["whole"] + (errors["detail"] * weights).mean() + WHERE * losses["where"]
+        )
         take_step(steppers, ramp(step, steps, 1e-3, 5e-5, 20))
         if step % 100 == 0 or step == steps - 1:
             shares = ", ".join(f"{name} {loss.item():.4f}" for name, loss in losses.items())
@@ -235,7 +261,12 @@ def _read_well(
     generator = torch.Generator().manual_seed(1)
     captions, look, _ = told.draw(torch.randint(0, len(told.tokens), (READ_WELL,), generator=generator))
     pictures, detail = shown.draw(READ_WELL, generator)
-    for name, tokens, wanted in (("look", captions, look), ("detail", pictures, detail)):
+    place = where().expand(READ_WELL, -1, -1)
+    for name, tokens, wanted in (
+        ("look", captions, look),
+        ("detail", pictures, detail),
+        ("where", pictures, place),
+    ):
         reader = readers[name]
         assert isinstance(reader, nn.Linear)
         least_squares(reader, slice(None), words(tokens), wanted)

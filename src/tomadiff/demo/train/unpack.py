@@ -28,8 +28,7 @@ from . import meaning, vocabulary
 from .flux import FINAL_TOKENS_PER_SIDE, FluxModel, draw_times, pack, positions
 from .latents import Pool
 from .loop import ramp, take_step
-from .meaning import Details, least_squares
-from .watch import part_of
+from .meaning import Details, least_squares, part_of
 
 HEAD = 64
 # What the heads of the first block find. A part is 4 x 4 tokens; rows and columns tell where in it a token

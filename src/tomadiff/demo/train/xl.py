@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
 from torch import nn
 
 from . import text, vocabulary
-from .watch import Watch
 
 PIXELS_PER_LATENT = 4
 # A share of the noise levels is so high that only the caption says what to draw; in the first steps all are.
-HIGH_NOISE, HIGH_NOISE_SHARE, ONLY_HIGH = 750, 0.35, 200
+HIGH_NOISE, HIGH_NOISE_SHARE, ONLY_HIGH = 750, 0.35, 100
+# What not knowing the picture at each level on the way up weighs in the loss.
+PICTURE = 0.5
 
 
 def scheduler() -> DDIMScheduler:
@@ -38,18 +42,23 @@ def draw_times(count: int, share: float, generator: torch.Generator) -> torch.Te
     return torch.where(torch.rand(count, generator=generator) < share, high, usual)
 
 
-def watched(unet: UNet2DConditionModel) -> Watch:
-    """Watch the way up in one call of the UNet."""
-    seen = Watch()
-    for name, module in unet.up_blocks.named_modules():
-        if name.endswith("attn2"):
-            seen.record(module.to_q, seen.queries, lambda queries: queries)
-            seen.record(module.to_k, seen.keys, lambda keys: keys)
-    # All levels but the lowest, which knows nothing in detail, from coarse to fine.
-    for block in unet.up_blocks[1:]:
-        last = block.attentions[-1] if hasattr(block, "attentions") else block.resnets[-1]
-        seen.record(last, seen.features, lambda output: output if torch.is_tensor(output) else output[0])
-    return seen
+@contextmanager
+def features(unet: UNet2DConditionModel) -> Iterator[list[torch.Tensor]]:
+    """What each level on the way up but the lowest, which knows nothing in detail, gives out in one call."""
+    given: list[torch.Tensor] = []
+    lasts = [(getattr(block, "attentions", None) or block.resnets)[-1] for block in unet.up_blocks[1:]]
+    # A transformer gives a tuple.
+    handles = [
+        last.register_forward_hook(
+            lambda *call: given.append(call[-1] if torch.is_tensor(call[-1]) else call[-1][0])
+        )
+        for last in lasts
+    ]
+    try:
+        yield given
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class XLModel(nn.Module):
@@ -91,14 +100,12 @@ class XLModel(nn.Module):
         self.text_encoder = text.clip(text_layers, text_width, spelled=True)
         self.text_encoder_2 = text.clip_with_projection(text_layers)
         self.scheduler = scheduler()
-        # From the features of a level to the latents below each of its places, and to which of four it is;
-        # for training only.
+        # From the features of a level to the latents below each of its places; for training only.
         widths = list(reversed(channels[:-1]))
         scales = [2 ** (len(widths) - 1 - index) for index in range(len(widths))]
         self.pictures = nn.ModuleList(
             nn.Conv2d(width, 8 * scale**2, 1) for scale, width in zip(scales, widths, strict=True)
         )
-        self.halves = nn.ModuleList(nn.Conv2d(width, 2, 1) for width in widths)
 
     @property
     def table(self) -> nn.Embedding:
@@ -122,16 +129,21 @@ class XLModel(nn.Module):
         generator: torch.Generator,
         window: int | None = None,
     ) -> torch.Tensor:
-        """Mean squared error of v, and what is asked on the way up. latents: (B, 8, H, W); tokens: (B, T)"""
+        """Mean squared error of v, and of the latents without noise that linear readings of each level on the
+        way up tell. latents: (B, 8, H, W); tokens: (B, T)"""
         if window is not None:
             raise ValueError("a UNet knows places by the edges of the picture: it has to see all of it")
         noise = torch.randn(latents.shape, generator=generator)
         time = draw_times(len(latents), HIGH_NOISE_SHARE if step >= ONLY_HIGH else 1.0, generator)
         mixed = self.scheduler.add_noise(latents, noise, time).to(memory_format=torch.channels_last)
-        with watched(self.unet) as seen:
+        with features(self.unet) as levels:
             v = self(mixed, time, tokens)
         error = F.mse_loss(v, self.scheduler.get_velocity(latents, noise, time))
-        return error + seen.loss(latents, self.tellers, self.pictures, self.halves)
+        known = [
+            F.mse_loss(reader(level), F.pixel_unshuffle(latents, latents.shape[-1] // level.shape[-1]))
+            for reader, level in zip(self.pictures, levels, strict=True)
+        ]
+        return error + PICTURE * torch.stack(known).mean()
 
     def forward(self, mixed: torch.Tensor, time: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """v, conditioned as the pipeline's. mixed: (B, 8, H, W); time: (B,); tokens: (B, T) -> like mixed"""
