@@ -57,39 +57,57 @@ def test_places_know_exactly_where_they_lie(begun: Begun):
         torch.testing.assert_close(given[level][1, channel], -given[level][1, channel + 1])
 
 
-def test_places_find_their_parts_and_unpack_them(begun: Begun):
+def test_places_find_their_parts_whatever_the_noise(begun: Begun):
     model, pool = begun
-    latents, tokens = pool.draw(8, torch.Generator().manual_seed(1), empty=0.0)
-    guesses: list[torch.Tensor] = []
+    latents, tokens = pool.draw(4, torch.Generator().manual_seed(1), empty=0.0)
     looked: list[torch.Tensor] = []
-    blocks = model.unet.up_blocks
+    crossing = [module for name, module in model.unet.up_blocks.named_modules() if name.endswith("attn2")]
     handles = [
-        blocks[3]
-        .attentions[-1]
-        .register_forward_hook(lambda *call: guesses.append(call[-1][0][:, finding.GUESS]))
+        layer.register_forward_hook(lambda *call: looked.append(call[-1]))
+        for module in crossing
+        for layer in (module.to_q, module.to_k)
     ]
-    crossing = [module for name, module in blocks.named_modules() if name.endswith("attn2")]
-    for module in crossing:
-        for layer in (module.to_q, module.to_k):
-            handles.append(layer.register_forward_hook(lambda *call: looked.append(call[-1])))
     with torch.no_grad():
-        model(torch.randn(latents.shape), torch.full((8,), 999), tokens)
+        model(torch.randn(latents.shape), torch.full((4,), 999), tokens)
     for handle in handles:
         handle.remove()
     assert len(crossing) == 6
     for queries, keys in zip(looked[::2], looked[1::2], strict=True):
-        found = (queries[..., : finding.HEAD] @ keys[..., : finding.HEAD].mT).argmax(-1)
         part = meaning.part_of(math.isqrt(queries.shape[1]))
-        token = torch.arange(keys.shape[1])[model.tellers][part]
-        assert (found == token).float().mean() > 0.99
-    wanted = F.pixel_unshuffle(latents, 2)
-    assert F.mse_loss(guesses[0], wanted) < 0.5 * F.mse_loss(guesses[0], wanted.flip(0))
-    # They know what is where in a part, not only what there is on average.
-    inside = [
-        (picture - F.interpolate(F.avg_pool2d(picture, 4), scale_factor=4.0)).flatten()
-        for picture in (guesses[0], wanted)
-    ]
-    assert torch.corrcoef(torch.stack(inside))[0, 1] > 0.5
+        wanted = torch.arange(keys.shape[1])[model.tellers][part]
+        for head in range(queries.shape[-1] // finding.HEAD):
+            rows = slice(head * finding.HEAD, (head + 1) * finding.HEAD)
+            found = (queries[..., rows] @ keys[..., rows].mT).argmax(-1)
+            assert (found == wanted).float().mean() > 0.99
+
+
+def test_values_tell_what_the_part_looks_like(begun: Begun):
+    model, pool = begun
+    shown = meaning.details(pool)
+    latents, tokens = pool.draw(4, torch.Generator().manual_seed(1), empty=0.0)
+    look = ((meaning.parts(latents) - shown.mean) @ shown.basis)[..., : finding.HEAD]
+    block = model.unet.up_blocks[1].attentions[0].transformer_blocks[0]
+    with torch.no_grad():
+        told = block.attn2.to_v(model.text_states(tokens)[0])[:, model.tellers, : finding.HEAD]
+    assert F.mse_loss(told, look) < 0.5 * F.mse_loss(told.roll(1, 1), look)
+
+
+@torch.no_grad()
+def test_transformer_blocks_do_not_know_which_of_two_a_place_is(begun: Begun):
+    model, _ = begun
+    transformer = model.unet.up_blocks[2].attentions[0]
+    channels = transformer.proj_in.in_features
+    one, other = torch.randn(2, 1, channels, 16, 16)
+    other = torch.cat([one[:, : finding.HALF_16], other[:, finding.HALF_16 : 16], one[:, 16:]], 1)
+    states = torch.randn(1, 4, transformer.transformer_blocks[0].attn2.to_k.in_features)
+    inside: list[torch.Tensor] = []
+    handle = transformer.transformer_blocks[0].register_forward_pre_hook(
+        lambda _, given: inside.append(given[0])
+    )
+    for features in (one, other):
+        transformer(features, encoder_hidden_states=states)
+    handle.remove()
+    torch.testing.assert_close(inside[0], inside[1], atol=1e-4, rtol=1e-4)
 
 
 def test_what_makes_and_reads_coordinates_does_not_learn(begun: Begun):

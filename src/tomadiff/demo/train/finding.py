@@ -1,15 +1,17 @@
-"""Tell the places of the UNet where they lie, and let them find and unpack what a caption tells about them.
+"""Tell the places of the UNet where they lie, and let them find what a caption tells about them.
 
 A caption's tokens tell about parts of the picture, and a UNet's places know where they lie by the padding of
-its convolutions alone. Learned by descent both take longer than all the rest; most of it can be solved for:
+its convolutions alone. Learned by descent, to find one's part takes longer than all the rest; it can be solved
+for instead:
 
 - Coordinates. At the lowest level, of 4 x 4 places, the padding around a constant makes an exact ramp; on the
   way up the convolution behind each upsampling makes, from neighbours, which of two columns and rows a place
-  lies in. They have channels of their own, which all other layers on the way up begin by handing on.
-- Queries and keys of cross-attention that compare the place's part with the token's. Values: what the part
-  looks like, by least squares.
-- At the highest level with attention a feed-forward with 32 hidden units for each of the 16 places of a part,
-  open for that place only; and behind them the latents, by least squares.
+  lies in. They have channels of their own, which all other layers on the way up hand on.
+- Queries and keys of cross-attention that compare the place's part with the token's.
+- Values: what the part looks like, by least squares.
+
+What belongs to a place among those of its part is left to learn, and to the convolutions: transformer blocks,
+where tokens may merge, do not know which of two a place is.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from __future__ import annotations
 from itertools import product
 
 import torch
-import torch.nn.functional as F
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
@@ -34,27 +35,23 @@ HEAD = 64
 # which of two it is at the levels of 16 and of 32 places. At that of 64 it stands where the part was.
 PART, ONE, HALF_16, HALF_32, HALF_64 = 0, 4, 8, 12, 0
 COORDINATES, HALVES = slice(0, 16), slice(HALF_64, HALF_64 + 4)
+# Of these, what transformer blocks know.
+KNOWN, UNKNOWN = slice(0, 6), slice(6, 16)
 # Hidden channels that make the ramp: as many as a group of their norm.
 RAMP = slice(0, 4)
 # Parts lie this far apart.
 APART = 0.5
-# What the caption tells of the latents of a place at the level of 32, in the UNet and inside its block.
-GUESS, INNER_GUESS = slice(16, 48), slice(-32, None)
 # How sharply places look for their part; how far away tokens are that are of none, and how much it matters
 # that they are just as far.
 SHARP, AWAY, ASIDE = 36.0, -4.0, 0.02
-# How strong the constant is inside blocks, whose norms it keeps steady; how far hidden units are pushed open
-# or shut.
-STEADY, OPEN = 4.0, 4.0
-# How much of all else the block that unpacks sees at first.
-AJAR = 0.1
+# How strong the constant is inside blocks, whose norms it keeps steady.
+STEADY = 4.0
 
 
 @torch.no_grad()
 def tell_parts(model: XLModel, pool: Pool, shown: Details) -> None:
     """Set what the way up begins with."""
-    generator = torch.Generator().manual_seed(0)
-    latents, tokens = pool.draw(200, generator, empty=0.0)
+    latents, tokens = pool.draw(200, torch.Generator().manual_seed(0), empty=0.0)
     states = model.text_states(tokens)[0]
     look = (meaning.parts(latents) - shown.mean) @ shown.basis
     lowest, *middle, highest = model.unet.up_blocks
@@ -66,13 +63,7 @@ def tell_parts(model: XLModel, pool: Pool, shown: Details) -> None:
     for block in middle:
         for transformer in block.attentions:
             _find(transformer, states, look, model.tellers)
-    for resnet in middle[-1].resnets:
-        _hand_on(resnet, GUESS)
-    shortcut = middle[-1].resnets[0].conv_shortcut
-    nn.init.zeros_(shortcut.weight[GUESS])
-    for channels in (HALVES, GUESS):
-        _hand_on(highest.resnets[0], channels)
-    _unpack(model, pool, generator)
+    _hand_on(highest.resnets[0], HALVES)
 
 
 def hold_coordinates(model: XLModel) -> None:
@@ -88,11 +79,13 @@ def hold_coordinates(model: XLModel) -> None:
     held += [(layer, RAMP) for layer in (first.conv1, first.time_emb_proj, first.norm2)]
     held += [(layer, HALVES) for layer in (highest.resnets[0].conv_shortcut, highest.resnets[0].conv2)]
     for transformer in (transformer for block in middle for transformer in block.attentions):
-        held += [
-            (layer, COORDINATES) for layer in (transformer.norm, transformer.proj_in, transformer.proj_out)
-        ]
+        held += [(layer, COORDINATES) for layer in (transformer.norm, transformer.proj_out)]
+        held.append((transformer.proj_in, KNOWN))
+        unseen = torch.ones_like(transformer.proj_in.weight)
+        unseen[:, UNKNOWN] = 0
+        transformer.proj_in.weight.register_hook(unseen.mul)
         for block in transformer.transformer_blocks:
-            held += [(layer, COORDINATES) for layer in (block.norm2, *_writers(block))]
+            held += [(layer, KNOWN) for layer in (block.norm2, *_writers(block))]
             held += [(layer, slice(None)) for layer in (block.attn2.to_q, block.attn2.to_k)]
     for layer, channels in held:
         for parameter in layer.parameters():
@@ -173,12 +166,10 @@ def _upsample(blocks: nn.ModuleList) -> None:
             here[channel], there[channel] = share * same, share * finer
         # Nothing lies behind the edge, and the constant tells where that is.
         there[ONE] = (edge + apart) / 4 * torch.tensor([1.0, 0.0, -1.0])
-        last = block is blocks[3]
-        for kept in (COORDINATES, *([GUESS] if last else [])):
-            nn.init.zeros_(weight[kept])
-            nn.init.zeros_(bias[kept])
-            for channel in range(kept.start, kept.stop):
-                weight[channel, channel, 1, 1] = 1.0
+        nn.init.zeros_(weight[COORDINATES])
+        nn.init.zeros_(bias[COORDINATES])
+        for channel in range(COORDINATES.stop):
+            weight[channel, channel, 1, 1] = 1.0
         if block is blocks[0]:
             _both(weight, made, there)
         else:
@@ -193,10 +184,9 @@ def _find(transformer: Transformer2DModel, states: torch.Tensor, look: torch.Ten
     states: of captions (B, T, C); look: components of their parts (B, 64, D)
     """
     _keep(transformer.proj_out, COORDINATES)
-    _keep(transformer.proj_in, COORDINATES)
-    coordinates = torch.eye(COORDINATES.stop)
-    coordinates[ONE : ONE + 2] *= STEADY
-    transformer.proj_in.weight[COORDINATES, COORDINATES] = coordinates
+    _keep(transformer.proj_in, KNOWN)
+    nn.init.zeros_(transformer.proj_in.weight[:, UNKNOWN])
+    transformer.proj_in.weight[KNOWN, KNOWN] = torch.tensor([1.0] * ONE + [STEADY] * 2).diag()
     # Of the squared distance between places, what depends on the token.
     keys = torch.zeros(states.shape[1], HEAD)
     keys[:, 2] = AWAY
@@ -208,7 +198,7 @@ def _find(transformer: Transformer2DModel, states: torch.Tensor, look: torch.Ten
         queries[index, channel], queries[index, channel + 1] = 0.5 / strength, -0.5 / strength
     for block in transformer.transformer_blocks:
         for layer in _writers(block):
-            _keep(layer, COORDINATES)
+            _keep(layer, KNOWN)
         attention = block.attn2
         for head in range(attention.heads):
             rows = slice(head * HEAD, (head + 1) * HEAD)
@@ -218,7 +208,7 @@ def _find(transformer: Transformer2DModel, states: torch.Tensor, look: torch.Ten
             least_squares(attention.to_v, rows, states[:, tellers], look[..., rows], ridge=1e-6)
         into = attention.to_out[0]
         nn.init.zeros_(into.weight)
-        free = slice(COORDINATES.stop, into.out_features)
+        free = slice(KNOWN.stop, into.out_features)
         into.weight[free, : free.stop - free.start] = torch.eye(free.stop - free.start)
 
 
@@ -226,58 +216,3 @@ def _keep(layer: nn.Linear, channels: slice) -> None:
     """Write nothing into these channels."""
     nn.init.zeros_(layer.weight[channels])
     nn.init.zeros_(layer.bias[channels])
-
-
-def _unpack(model: XLModel, pool: Pool, generator: torch.Generator) -> None:
-    """Let the first block of the level of 32 guess the latents from what the part looks like."""
-    first, *others = model.unet.up_blocks[3].attentions
-    for transformer in others:
-        _keep(transformer.proj_out, GUESS)
-    for layer in (first.proj_in, first.transformer_blocks[0].attn1.to_out[0]):
-        layer.weight[COORDINATES.stop :] *= AJAR
-        layer.bias[COORDINATES.stop :] *= AJAR
-    for block in first.transformer_blocks:
-        for layer in _writers(block):
-            _keep(layer, INNER_GUESS)
-    _keep(first.proj_in, INNER_GUESS)
-    _keep(first.proj_out, GUESS)
-    first.proj_out.weight[GUESS, INNER_GUESS] = torch.eye(32)
-    block = first.transformer_blocks[0]
-    inputs, latents = _collect(model, block, pool, generator)
-    halves = inputs[..., HALF_16 : HALF_32 + 4 : 2].sign()
-    into, back = block.ff.net[0].proj, block.ff.net[2]
-    count = into.out_features // 2
-    nn.init.zeros_(into.weight[count:])
-    steady = inputs[..., ONE].mean()
-    for number, signs in enumerate(product((-1.0, 1.0), repeat=4)):
-        units = slice(32 * number, 32 * (number + 1))
-        here = (halves == torch.tensor(signs)).all(-1)
-        least_squares(into, units, inputs[here], latents[here], ridge=1e-4)
-        gates = slice(count + units.start, count + units.stop)
-        for sign, channel in zip(signs, range(HALF_16, HALF_32 + 4, 2), strict=True):
-            # As they are inside a block, the constant is STEADY times as strong as what tells the half.
-            into.weight[gates, channel] = OPEN * sign * STEADY / steady
-        into.bias[gates] = -3 * OPEN
-    nn.init.zeros_(back.weight[INNER_GUESS])
-    least_squares(back, INNER_GUESS, block.ff.net[0](inputs), latents, ridge=1e-4)
-    reader = model.pictures[2]
-    assert isinstance(reader, nn.Conv2d)
-    assert reader.bias is not None
-    nn.init.zeros_(reader.weight)
-    nn.init.zeros_(reader.bias)
-    reader.weight[:, GUESS, 0, 0] = torch.eye(32)
-
-
-def _collect(
-    model: XLModel, block: BasicTransformerBlock, pool: Pool, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the feed-forward of a block gets at pure noise, and the latents below. -> (N, C), (N, 32)"""
-    given: list[torch.Tensor] = []
-    handle = block.ff.register_forward_pre_hook(lambda _, args: given.append(args[0].flatten(0, 1)))
-    wanted = []
-    for _ in range(6):
-        latents, tokens = pool.draw(16, generator, empty=0.0)
-        model(torch.randn(latents.shape, generator=generator), torch.full((16,), 999), tokens)
-        wanted.append(F.pixel_unshuffle(latents, 2).flatten(2).mT.flatten(0, 1))
-    handle.remove()
-    return torch.cat(given), torch.cat(wanted)
