@@ -1,8 +1,8 @@
 """Tell the places of the UNet where they lie, and let them find what a caption tells about them.
 
 A caption's tokens tell about parts of the picture, and a UNet's places know where they lie by the padding of
-its convolutions alone. Learned by descent, to find one's part takes longer than all the rest; it can be solved
-for instead:
+its convolutions alone. Learned by descent, to find one's part takes longer than all the rest; it can be
+solved for instead:
 
 - Coordinates. At the lowest level, of 4 x 4 places, the padding around a constant makes an exact ramp; on the
   way up the convolution behind each upsampling makes, from neighbours, which of two columns and rows a place
