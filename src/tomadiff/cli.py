@@ -116,6 +116,10 @@ def _draw_side_by_side(
 @app.command()
 def flops(
     size: Annotated[int, typer.Option(min=64, help="Height and width of the picture in pixels.")] = 1024,
+    min_tokens: Annotated[
+        int | None,
+        typer.Option(min=0, help="Leave blocks with fewer tokens alone. Default: as the preset of SDXL."),
+    ] = None,
 ) -> None:
     """Count the operations of the real SDXL UNet with and without merging. Needs no weights and no GPU."""
     import tomadiff
@@ -130,7 +134,8 @@ def flops(
         table.add_column(name, justify="right")
     table.add_row("unmerged", f"{unmerged / 1e12:.2f}", "100%", "1.00x")
     for ratio in (0.25, 0.5, 0.75):
-        tomadiff.apply(unet, ratio)
+        config = tomadiff.preset("sdxl", ratio=ratio)
+        tomadiff.apply(unet, config=config if min_tokens is None else config.replace(min_tokens=min_tokens))
         unet(timestep=999, **inputs)  # makes the plan
         merged = count_flops(lambda: unet(timestep=998, **inputs))
         table.add_row(

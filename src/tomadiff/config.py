@@ -40,8 +40,9 @@ class MergeConfig:
             (the original model) and "free" (the fastest there can be, with garbage pictures). The regions,
             tau, normalise, unmerge and ridge are toma's alone.
         select_region, select_size: where destinations are chosen: "tile" (size x size tokens), "stripe"
-            (size rows) or "global". Smaller is faster to plan. Every region keeps at least one
-            token: tiles of 4 merge at most 15 of 16.
+            (size rows) or "global". A size below 1 is a share of the grid's shorter side, of two tokens at
+            least. Smaller is faster to plan. Every region keeps at least one token: tiles of 4 merge at most
+            15 of 16.
         merge_region, merge_size: where tokens are averaged; not smaller than the selection's regions.
         tau: temperature of the weights. Small is a hard assignment.
         normalise: softmax over the "destinations" or over the "tokens".
@@ -78,9 +79,9 @@ class MergeConfig:
     modules: tuple[str, ...] = MODULES
     method: str = "toma"
     select_region: str = "tile"
-    select_size: int = 8
+    select_size: float = 8
     merge_region: str = "tile"
-    merge_size: int = 8
+    merge_size: float = 8
     tau: float = 0.001
     normalise: str = "destinations"
     unmerge: str = "transpose"
@@ -189,8 +190,6 @@ class MergeConfig:
 
     def _check_numbers(self) -> None:
         for name, least in (
-            ("select_size", 1),
-            ("merge_size", 1),
             ("select_every", 1),
             ("weights_every", 1),
             ("min_tokens", 0),
@@ -208,6 +207,17 @@ class MergeConfig:
         ):
             raise ValueError(
                 f"skip_first is a whole number of blocks, or a share of them below 1; got {self.skip_first!r}"
+            )
+        for name in ("select_size", "merge_size"):
+            size = getattr(self, name)
+            if isinstance(size, bool) or not (0 < size < 1 or (isinstance(size, int) and size >= 1)):
+                raise ValueError(
+                    f"{name} is a whole number of tokens, or a share of the grid below 1; got {size!r}"
+                )
+        if (self.select_size < 1) != (self.merge_size < 1) and self.select_region == self.merge_region:
+            raise ValueError(
+                "select_size and merge_size are both numbers of tokens or both shares of the grid; "
+                f"got {self.select_size} and {self.merge_size}"
             )
         for name in ("tau", "ridge"):
             value = getattr(self, name)
@@ -264,17 +274,19 @@ _DIT = MergeConfig(
 )
 
 # New plans and weights more often than published: they came nearer to the unmerged pictures of `emoji-xl` at
-# equal cost. Tiles of 4 are as near as tiles of 8, whole stacks of blocks as near as single modules, and both
-# are cheaper. There is no text in their self-attention to outweigh merged keys, so sizes make no difference.
+# equal cost. 8 x 8 tiles whatever the grid: tokens of a coarse grid differ more, and should merge with near
+# ones only. Whole stacks of blocks are as near as single modules, and cheaper. There is no text in their
+# self-attention to outweigh merged keys, so sizes make no difference.
 _UNET = MergeConfig(
-    select_every=6, weights_every=2, select_size=4, merge_size=4, mode="stack", proportional=False
+    select_every=6, weights_every=2, select_size=0.125, merge_size=0.125, mode="stack", proportional=False
 )
 
 PRESETS: dict[str, MergeConfig] = {
     # Defaults of each family of models, used by `apply(model, ratio)`.
     "sd": _UNET,
-    # Its own blocks have 1,024 tokens and more; to merge the 64 of a small picture saves next to nothing.
-    "sdxl": _UNET.replace(min_tokens=128),
+    # At 1024 x 1024 pixels its blocks have 1,024 tokens and more. Smaller pictures have coarser grids: to
+    # merge those cost `emoji-xl` far more of the picture than to merge more elsewhere, for the same work.
+    "sdxl": _UNET.replace(min_tokens=512),
     "flux": _DIT,
     "sd3": _DIT,
     # The published variants on SDXL.

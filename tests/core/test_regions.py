@@ -72,6 +72,15 @@ def test_selection_nests_in_merge_regions():
     assert ((rows.amax(1) - rows.amin(1)) == 3).all()
 
 
+@pytest.mark.parametrize(("grid", "tile"), [((64, 64), 64), ((32, 32), 16), ((16, 16), 4), ((4, 4), 4)])
+def test_a_size_below_one_is_a_share_of_the_grid(grid, tile):
+    layout = make_layout((grid,), 0.5, ("tile", 0.125), ("tile", 0.125))
+    assert {group.size for group in layout.groups} == {tile}
+    # Also of cells inside regions: their size is a share of the grid, not of the region.
+    nested = make_layout((grid,), 0.5, ("tile", 0.125), ("global", 1))
+    assert {cell.size for group in nested.groups for cell in group.cells} == {tile}
+
+
 def test_regions_do_not_span_two_grids():
     layout = make_layout(((8, 8), (4, 6)), 0.5, ("global", 1), ("global", 1))
     assert layout.tokens == 64 + 24

@@ -50,18 +50,22 @@ def test_it_is_an_ordinary_pipeline_in_float32(name: str, pipe: DiffusionPipelin
     assert type(plain) is type(pipe)
 
 
-def test_tokenizer_knows_every_caption(pipe: DiffusionPipeline):
+def test_plain_tokenizer_knows_every_caption(name: str, pipe: DiffusionPipeline):
     texts = [caption(subjects()[point], background) for point, background in held_out_sample(50)]
     settings = {"padding": "max_length", "max_length": vocabulary.MAX_TOKENS, "return_tensors": "pt"}
-    assert pipe.tokenizer(texts, **settings).input_ids.equal(vocabulary.encode(texts))
+    plain = pipe.tokenizer if name == "emoji-flux" else pipe.tokenizer_2
+    assert plain(texts, **settings).input_ids.equal(vocabulary.encode(texts))
 
 
-def test_tokenizer_of_t5_puts_the_parts_of_the_picture_first():
+def test_other_tokenizer_spells_out_the_parts_of_the_picture(name: str, pipe: DiffusionPipeline):
     texts = ["tiger on a red background", "corn"]
     settings = {"padding": "max_length", "max_length": vocabulary.MAX_TOKENS, "return_tensors": "pt"}
-    tokens = load("emoji-flux").tokenizer_2(texts, **settings).input_ids
-    assert tokens.equal(vocabulary.with_parts(vocabulary.encode(texts)))
-    assert len(set(tokens[0, : vocabulary.PARTS].tolist())) == vocabulary.PARTS
+    scene_first = name == "emoji-xl"
+    spelling = pipe.tokenizer if scene_first else pipe.tokenizer_2
+    tokens = spelling(texts, **settings).input_ids
+    assert tokens.equal(vocabulary.with_parts(vocabulary.encode(texts), scene_first))
+    first = vocabulary.SCENE * scene_first
+    assert len(set(tokens[0, first : first + vocabulary.PARTS].tolist())) == vocabulary.PARTS
 
 
 def test_at_256_pixels_there_are_1024_tokens_to_merge(name: str, pipe: DiffusionPipeline):

@@ -92,11 +92,11 @@ def test_entries_are_listed_at_the_ratios_asked_for():
 
 
 def test_defaults_that_leave_blocks_alone_stand_beside_ones_that_do_not():
-    everywhere = [entry for entry in reported("flux") if entry.name == "ToMA everywhere"]
-    assert [entry.ratio for entry in everywhere] == [0.25, 0.5, 0.75]
-    made = [entry.make(entry.ratio) for entry in everywhere]
-    assert {(config.skip_first, config.end) for config in made} == {(0, 1.0)}
-    assert "ToMA everywhere" not in {entry.name for entry in reported("sdxl")}
+    for family in ("flux", "sdxl"):
+        everywhere = [entry for entry in reported(family) if entry.name == "ToMA everywhere"]
+        assert [entry.ratio for entry in everywhere] == [0.25, 0.5, 0.75]
+        made = [entry.make(entry.ratio) for entry in everywhere]
+        assert {(config.skip_first, config.end, config.min_tokens) for config in made} == {(0, 1.0, 0)}
 
 
 def test_command_writes_table_and_sheet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

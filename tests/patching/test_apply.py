@@ -175,10 +175,10 @@ def test_summary_before_and_after_a_run(unet, text, capsys):
     row = result["blocks"][0]
     assert (row["tokens"], row["merged"]) == (8 * 13, 52)
     assert (row["selected"], row["weighed"], row["reused"]) == (1, 1, 1)
-    assert row["regions"] == "8 of 12-16"
+    assert row["regions"] == "28 of 2-4"
     out = capsys.readouterr().out
     assert "down_blocks.1.attentions.0.transformer_blocks.0" in out
-    assert "  block    104     52      8 of 12-16" in out
+    assert "  block    104     52      28 of 2-4" in out
 
 
 def test_summary_says_why_a_block_is_left_alone(unet, text, capsys):

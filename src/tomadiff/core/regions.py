@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +86,15 @@ class Layout:
         return x if self.inverse is None else x.index_select(1, self.inverse)
 
 
+def size_on(size: float, grid: Grid) -> int:
+    """How many tokens a side a region of this size has: a size below 1 is a share of the shorter side.
+
+    >>> size_on(8, (64, 64)), size_on(0.125, (64, 64)), size_on(0.125, (68, 120)), size_on(0.125, (8, 8))
+    (8, 8, 9, 2)
+    """
+    return int(size) if size >= 1 else max(2, math.ceil(size * min(grid)))
+
+
 def region_shape(kind: str, size: int, grid: Grid) -> Grid:
     """The largest region that `kind` and `size` allow on this grid.
 
@@ -105,15 +115,16 @@ def region_shape(kind: str, size: int, grid: Grid) -> Grid:
 def make_layout(
     grids: tuple[Grid, ...],
     ratio: float,
-    select: tuple[str, int],
-    merge: tuple[str, int],
+    select: tuple[str, float],
+    merge: tuple[str, float],
     device: torch.device | str = "cpu",
 ) -> Layout:
     """Cut `grids` (one image, or an image and its reference picture, ...) into regions; no region spans two
     grids.
 
-    `select` and `merge` are (kind, size). The number of destinations is round((1 - ratio) * N), or the
-    nearest number that equal regions can add up to; every region keeps at least one.
+    `select` and `merge` are (kind, size), the size in tokens or as a share of the grid. The number of
+    destinations is round((1 - ratio) * N), or the nearest number that equal regions can add up to; every
+    region keeps at least one.
 
     >>> layout = make_layout(((64, 64),), 0.5, ("tile", 8), ("tile", 8))
     >>> layout.tokens, layout.kept, layout.merge_regions
@@ -133,8 +144,8 @@ def make_layout(
 def _lay_out(
     grids: tuple[Grid, ...],
     ratio: float,
-    select: tuple[str, int],
-    merge: tuple[str, int],
+    select: tuple[str, float],
+    merge: tuple[str, float],
     device: torch.device | str,
 ) -> Layout:
     shapes: list[tuple[int, tuple[tuple[int, int], ...]]] = []  # (merge regions, ((cells, cell size), ...))
@@ -144,8 +155,9 @@ def _lay_out(
         height, width = grid
         index = torch.arange(offset, offset + height * width, device="cpu").reshape(grid)
         offset += height * width
-        for regions in _cut(index, region_shape(*merge, grid)):
-            inner = [_cut(region, region_shape(*select, _shape(region))) for region in regions]
+        merge_size, select_size = (size_on(size, grid) if size else 0 for _, size in (merge, select))
+        for regions in _cut(index, region_shape(merge[0], merge_size, grid)):
+            inner = [_cut(region, region_shape(select[0], select_size, _shape(region))) for region in regions]
             cells = tuple((len(same), same[0].numel()) for same in inner[0])
             shapes.append((len(regions), cells))
             order += [cell.flatten() for region in inner for same in region for cell in same]

@@ -37,7 +37,7 @@ def reported(family: str, ratios: tuple[float, ...] = RATIOS) -> list[Entry]:
     """Our defaults, the method as published and the peers, at the costs of these ratios.
 
     ToMe merges every module of every block, so its cost at a ratio is what everything else at that ratio is
-    given. Defaults that leave blocks and steps alone cannot always save as much, so our method merges
+    given. Defaults leave blocks or steps alone, and cannot always save as much, so our method merges
     everywhere as well. ToDo saves in attention only, and at few ratios: our method is put beside it at
     ToDo's own cost.
     """
@@ -49,9 +49,8 @@ def reported(family: str, ratios: tuple[float, ...] = RATIOS) -> list[Entry]:
             Entry("paper ToMA", ratio, named("paper-tile"), f"ToMe-{ratio:g}"),
             Entry("ToFu", ratio, named("tofu"), f"ToMe-{ratio:g}", most=0.75),
         ]
-        if PRESETS[family].skip_first:
-            everywhere = named(family, skip_first=0, end=1.0)
-            entries.append(Entry("ToMA everywhere", ratio, everywhere, f"ToMe-{ratio:g}"))
+        everywhere = named(family, skip_first=0, end=1.0, min_tokens=0)
+        entries.append(Entry("ToMA everywhere", ratio, everywhere, f"ToMe-{ratio:g}"))
     todo = PRESETS["todo"].ratio
     assert isinstance(todo, float)
     if todo not in ratios:
@@ -82,6 +81,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "tiles of 4": {"select_size": 4, "merge_size": 4},
     "tiles of 8": {"select_size": 8, "merge_size": 8},
     "tiles of 16": {"select_size": 16, "merge_size": 16},
+    "8 x 8 tiles": {"select_size": 0.125, "merge_size": 0.125},
+    "4 x 4 tiles": {"select_size": 0.25, "merge_size": 0.25},
     "tiles of 4, merged in tiles of 8": {"select_size": 4, "merge_size": 8},
     "tiles of 8, merged globally": {"select_size": 8, "merge_region": "global"},
     "tiles of 8, unmerge by copies": {"select_size": 8, "merge_size": 8, "unmerge": "transpose"},
@@ -95,6 +96,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "merged to the end": {"end": 1.0},
     "half the ratio in the first third": {"ratio": lambda ratio: ((0.0, ratio / 2), (0.33, ratio))},
     "half the ratio in the last third": {"ratio": lambda ratio: ((0.0, ratio), (0.67, ratio / 2))},
+    "blocks of 256 tokens merged too": {"min_tokens": 128},
+    "the same, tiles of 4": {"min_tokens": 128, "select_size": 4, "merge_size": 4},
+    "the same, tiles of 16": {"min_tokens": 128, "select_size": 16, "merge_size": 16},
     "blocks of 64 tokens merged too": {"min_tokens": 64},
     "around every module": {"mode": "each"},
     "around whole blocks": {"mode": "once"},

@@ -27,11 +27,11 @@ STAGES: dict[str, tuple[Stage, ...]] = {
         Stage(2000, 24, 6e-4, 1e-4, 20, window=16),
         Stage(400, 6, 1e-4, 1e-5, 20),
     ),
-    "emoji-xl": (Stage(2400, 8, 6e-4, 1e-5, 20),),
+    "emoji-xl": (Stage(1900, 8, 6e-4, 1e-5, 20),),
 }
 
 # Which model is trained up to which step, one after the other.
-PLAN: tuple[tuple[str, int], ...] = (("emoji-flux", 2400), ("emoji-xl", 2400))
+PLAN: tuple[tuple[str, int], ...] = (("emoji-flux", 2400), ("emoji-xl", 1900))
 
 
 def locate(stages: tuple[Stage, ...], step: int) -> tuple[Stage, int]:
