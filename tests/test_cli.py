@@ -47,6 +47,12 @@ def test_flops_counts_the_real_sdxl_unet():
         assert "unmerged" in result.output
         return next(line for line in result.output.splitlines() if "0.75" in line)
 
-    # Most of the work of a small picture is in its coarse grid, which the preset leaves alone.
-    assert "1.10x" in saved()
-    assert "2.13x" in saved("--min-tokens", "128")
+    # Most of the work of a small picture is in the feed-forwards of its coarse grid, which the preset spares.
+    assert "1.32x" in saved()
+    assert "2.13x" in saved("--set", "ff_min_tokens=0")
+
+
+def test_flops_refuses_settings_that_do_not_exist():
+    result = CliRunner().invoke(app, ["flops", "--set", "nonsense=1"])
+    assert result.exit_code == 2
+    assert "nonsense" in result.output

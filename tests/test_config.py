@@ -35,6 +35,7 @@ def test_presets_survive_json(name):
         ({"mode": "twice"}, "use one of each, once, stack"),
         ({"modules": ()}, "at least one of self, cross, ff"),
         ({"modules": ("mlp",)}, "at least one of self, cross, ff"),
+        ({"ff_min_tokens": -1}, "ff_min_tokens is a whole number"),
         ({"select_size": 0}, "whole number of tokens, or a share"),
         ({"select_size": 2.5, "merge_size": 4}, "whole number of tokens, or a share"),
         ({"merge_size": True}, "whole number of tokens, or a share"),

@@ -116,9 +116,8 @@ def _draw_side_by_side(
 @app.command()
 def flops(
     size: Annotated[int, typer.Option(min=64, help="Height and width of the picture in pixels.")] = 1024,
-    min_tokens: Annotated[
-        int | None,
-        typer.Option(min=0, help="Leave blocks with fewer tokens alone. Default: as the preset of SDXL."),
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Of ToMA, e.g. --set ff_min_tokens=0.")
     ] = None,
 ) -> None:
     """Count the operations of the real SDXL UNet with and without merging. Needs no weights and no GPU."""
@@ -127,6 +126,10 @@ def flops(
     from tomadiff.flops import count_flops
 
     _check_size(size)
+    try:
+        config = tomadiff.preset("sdxl", **_changes(settings or []))
+    except (ValueError, TypeError) as error:
+        raise typer.BadParameter(str(error), param_hint="--set") from error
     unet, inputs = sdxl_unet(), sdxl_inputs(size, size)
     unmerged = count_flops(lambda: unet(timestep=999, **inputs))
     table = Table(title=f"The SDXL UNet, one call at {size} x {size}, a plan reused")
@@ -134,8 +137,7 @@ def flops(
         table.add_column(name, justify="right")
     table.add_row("unmerged", f"{unmerged / 1e12:.2f}", "100%", "1.00x")
     for ratio in (0.25, 0.5, 0.75):
-        config = tomadiff.preset("sdxl", ratio=ratio)
-        tomadiff.apply(unet, config=config if min_tokens is None else config.replace(min_tokens=min_tokens))
+        tomadiff.apply(unet, config=config.replace(ratio=ratio))
         unet(timestep=999, **inputs)  # makes the plan
         merged = count_flops(lambda: unet(timestep=998, **inputs))
         table.add_row(

@@ -58,6 +58,8 @@ class MergeConfig:
         share: which blocks share a plan: all of a "kind" (same resolution and width), those of a "stack" (of
             a kind, one behind the other; a convolution ends a UNet's), or each "block" has its own.
         min_tokens: leave blocks with fewer tokens alone: there is nothing to gain.
+        ff_min_tokens: leave the feed-forward of blocks with fewer tokens alone; their attention merges,
+            around each module whatever the mode. For UNets, which have coarse grids besides fine ones.
         seed: of the random destinations of tome and tofu, which change from step to step and are the same
             for the whole batch; None takes the top left token of each cell.
         prune: share of the blocks, from the first on, in which tofu drops tokens instead of merging them.
@@ -92,6 +94,7 @@ class MergeConfig:
     weights_every: int = 5
     share: str = "stack"
     min_tokens: int = 64
+    ff_min_tokens: int = 0
     seed: int | None = None
     prune: float = 0.5
 
@@ -193,6 +196,7 @@ class MergeConfig:
             ("select_every", 1),
             ("weights_every", 1),
             ("min_tokens", 0),
+            ("ff_min_tokens", 0),
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -285,8 +289,9 @@ PRESETS: dict[str, MergeConfig] = {
     # Defaults of each family of models, used by `apply(model, ratio)`.
     "sd": _UNET,
     # At 1024 x 1024 pixels its blocks have 1,024 tokens and more. Smaller pictures have coarser grids: to
-    # merge those cost `emoji-xl` far more of the picture than to merge more elsewhere, for the same work.
-    "sdxl": _UNET.replace(min_tokens=512),
+    # merge feed-forwards there cost `emoji-xl` far more of the picture than to merge more elsewhere, for the
+    # same work, and to merge attention cost nothing. Grids of 64 tokens save next to nothing.
+    "sdxl": _UNET.replace(min_tokens=128, ff_min_tokens=512),
     "flux": _DIT,
     "sd3": _DIT,
     # The published variants on SDXL.

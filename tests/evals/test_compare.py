@@ -96,7 +96,10 @@ def test_defaults_that_leave_blocks_alone_stand_beside_ones_that_do_not():
         everywhere = [entry for entry in reported(family) if entry.name == "ToMA everywhere"]
         assert [entry.ratio for entry in everywhere] == [0.25, 0.5, 0.75]
         made = [entry.make(entry.ratio) for entry in everywhere]
-        assert {(config.skip_first, config.end, config.min_tokens) for config in made} == {(0, 1.0, 0)}
+        everything = {
+            (config.skip_first, config.end, config.min_tokens, config.ff_min_tokens) for config in made
+        }
+        assert everything == {(0, 1.0, 0, 0)}
 
 
 def test_command_writes_table_and_sheet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -25,7 +25,15 @@ def run(model, text, steps=8, size=(16, 16)):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"mode": "once"}, {"mode": "stack"}, {"merge_region": "global"}, {"unmerge": "ridge"}]
+    "changes",
+    [
+        {},
+        {"mode": "once"},
+        {"mode": "stack"},
+        {"mode": "stack", "ff_min_tokens": 512},
+        {"merge_region": "global"},
+        {"unmerge": "ridge"},
+    ],
 )
 def test_10_one_full_graph_for_each_kind_of_step(unet, text, changes):
     """`fullgraph=True` raises at any graph break, planning included; reusing a plan compiles nothing."""

@@ -72,7 +72,8 @@ class Target:
 
     def settings(self, method: str, ratio: float) -> MergeConfig:
         """Every block merged: ToMA with the family's settings, the peers as published but everywhere."""
-        ours = preset(self.family, ratio=ratio, skip_first=0, min_tokens=0, start=0.0, end=1.0, overrides={})
+        everything = {"skip_first": 0, "min_tokens": 0, "ff_min_tokens": 0, "start": 0.0, "end": 1.0}
+        ours = preset(self.family, ratio=ratio, **everything)
         return _settings(ours, method, ratio)
 
 

@@ -49,7 +49,7 @@ def reported(family: str, ratios: tuple[float, ...] = RATIOS) -> list[Entry]:
             Entry("paper ToMA", ratio, named("paper-tile"), f"ToMe-{ratio:g}"),
             Entry("ToFu", ratio, named("tofu"), f"ToMe-{ratio:g}", most=0.75),
         ]
-        everywhere = named(family, skip_first=0, end=1.0, min_tokens=0)
+        everywhere = named(family, skip_first=0, end=1.0, min_tokens=0, ff_min_tokens=0)
         entries.append(Entry("ToMA everywhere", ratio, everywhere, f"ToMe-{ratio:g}"))
     todo = PRESETS["todo"].ratio
     assert isinstance(todo, float)
@@ -96,10 +96,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "merged to the end": {"end": 1.0},
     "half the ratio in the first third": {"ratio": lambda ratio: ((0.0, ratio / 2), (0.33, ratio))},
     "half the ratio in the last third": {"ratio": lambda ratio: ((0.0, ratio), (0.67, ratio / 2))},
-    "blocks of 256 tokens merged too": {"min_tokens": 128},
-    "the same, tiles of 4": {"min_tokens": 128, "select_size": 4, "merge_size": 4},
-    "the same, tiles of 16": {"min_tokens": 128, "select_size": 16, "merge_size": 16},
-    "blocks of 64 tokens merged too": {"min_tokens": 64},
+    "256 tokens: feed-forward merged too": {"ff_min_tokens": 0},
+    "256 tokens: left alone": {"min_tokens": 512},
+    "64 tokens: attention merged too": {"min_tokens": 64},
     "around every module": {"mode": "each"},
     "around whole blocks": {"mode": "once"},
     "no feed-forward": {"mode": "each", "modules": ("self", "cross")},

@@ -90,6 +90,19 @@ class MergeAround(GroupHook):
         return kwargs
 
 
+class MergeFeedForward(MergeAround):
+    """As `MergeAround`, where there are enough tokens for a feed-forward."""
+
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        x, args, kwargs = take_hidden_states(args, kwargs)
+        if self.session.spares_feed_forward(x):
+            self._did = "nothing"
+            return (x, *args), kwargs
+        return super().pre_forward(module, x, *args, **kwargs)
+
+
 class MergeSelfAttention(MergeAround):
     """As `MergeAround`, and merged keys carry the log of their cluster size where the configuration says
     so."""
@@ -131,7 +144,7 @@ class MergeOnce(GroupHook):
             return args, kwargs
         x, args, kwargs = take_hidden_states(args, kwargs)
         plan = self.session.current_plan(self.group, x)
-        if plan is None:
+        if plan is None or self.session.spares_feed_forward(x):
             return (x, *args), kwargs
         merged = plan.merge(x)
         self.session.scratch["block"] = (x, merged)

@@ -13,7 +13,7 @@ from torch import nn
 
 from tomadiff.config import MergeConfig
 from tomadiff.methods import METHODS
-from tomadiff.patching.adapters.base import Adapter, Block, Site
+from tomadiff.patching.adapters.base import Adapter, Block, HookMaker, Site
 from tomadiff.patching.hooks import MergeOnce, PlanAtEntry, attach, detach
 from tomadiff.patching.session import Group, Hooked, Place, Session
 
@@ -48,6 +48,11 @@ def lay_groups(
             f"mode='stack' is for blocks with nothing between them, and {type(model).__name__} is not known "
             "to have any: use mode='once'"
         )
+    if groups and config.ff_min_tokens and not all(block.stack for block in blocks):
+        raise ValueError(
+            "ff_min_tokens is for UNets, which have coarse grids besides fine ones, and "
+            f"{type(model).__name__} is not known to have any: set it to 0"
+        )
     return groups, places
 
 
@@ -58,7 +63,7 @@ def hook(model: nn.Module, session: Session) -> None:
     for place, following in zip_longest(session.places, session.places[1:]):
         if place.group is not None:
             planning.setdefault(place.block.name, []).append(place)
-            for module, make in place.site.hooks:
+            for module, make in (*place.site.hooks, *_attention_alone(place, session.config)):
                 made = make(session, place.group)
                 if session.config.mode == "stack" and isinstance(made, MergeOnce):
                     made.goes_on = following is not None and _stand_together(place, following)
@@ -122,6 +127,13 @@ def _sites(block: Block, config: MergeConfig) -> tuple[Site, ...]:
     if METHODS[config.method].keys_only and block.keys is not None:
         return (block.keys,)
     return tuple(site for site in block.sites if set(site.part.split("+")) <= set(config.modules))
+
+
+def _attention_alone(place: Place, config: MergeConfig) -> tuple[tuple[nn.Module, HookMaker], ...]:
+    """The hooks inside a block for the grids on which only its attention merges, not the block as a whole."""
+    if config.mode == "each" or not config.ff_min_tokens:
+        return ()
+    return tuple(hook for site in place.block.sites if site.part != "ff" for hook in site.hooks)
 
 
 def _ratios(blocks: list[Block], config: MergeConfig) -> dict[str, float]:

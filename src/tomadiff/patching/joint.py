@@ -159,8 +159,9 @@ class UnmergeCached(GroupHook):
         return module
 
     def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
-        plan = self.session.clock.current.plans.get(self.group)
-        return output if plan is None or not self._cached else plan.unmerge(output)
+        if "block" not in self.session.scratch or not self._cached:
+            return output
+        return self.session.clock.current.plans[self.group].unmerge(output)
 
 
 class MergeCached(GroupHook):
@@ -168,9 +169,15 @@ class MergeCached(GroupHook):
 
     What a cache keeps from step to step must not depend on the step's plan. So the attention's result is
     unmerged before the cache sees it, and merged again here, after the cache.
+
+    whole: only where the block as a whole is merged, and not each of its modules
     """
 
     outermost = True
+
+    def __init__(self, session: Session, group: str, whole: bool = False) -> None:
+        super().__init__(session, group)
+        self.whole = whole
 
     def initialize_hook(self, module: nn.Module) -> nn.Module:
         self._cached = is_cached(module)
@@ -179,7 +186,7 @@ class MergeCached(GroupHook):
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         current = self.session.clock.current
         plan = current.plans.get(self.group)
-        if plan is None or not self._cached:
+        if plan is None or not self._cached or (self.whole and "block" not in self.session.scratch):
             return output
         first, *others = output if isinstance(output, tuple) else (output,)
         first = merge_image(first, plan, current.layouts[self.group])

@@ -130,6 +130,10 @@ class Session:
             return None
         return current.plans.get(group)
 
+    def spares_feed_forward(self, x: torch.Tensor) -> bool:
+        """Whether x: (B, N, C) are too few tokens to merge the feed-forward, and so the block as a whole."""
+        return x.shape[1] < self.config.ff_min_tokens
+
     @torch.compiler.disable
     def enter(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -8,6 +8,7 @@ from typing import Any
 
 from tomadiff.core.regions import Layout
 from tomadiff.patching import ceiling
+from tomadiff.patching.adapters.base import Block
 from tomadiff.patching.apply import session_of
 from tomadiff.patching.session import Place, Session
 
@@ -49,9 +50,14 @@ def _row(session: Session, places: list[Place]) -> dict[str, Any]:
     place = places[0]
     layout = session.layouts.get(place.group) if place.group else None
     tokens = sum(height * width for height, width in session.grids.get(place.block.kind, ())) or None
+    modules = [p.site.part for p in places]
+    if layout is not None and layout.tokens < session.config.ff_min_tokens:
+        modules = _without_feed_forward(place.block, modules)
+    if not modules:
+        modules, layout = ["ff"], None
     row: dict[str, Any] = {
         "block": place.block.name,
-        "modules": [p.site.part for p in places],
+        "modules": modules,
         "tokens": tokens,
         "merged": layout.kept if layout else tokens,
         "regions": _regions(layout) if layout else "",
@@ -63,6 +69,12 @@ def _row(session: Session, places: list[Place]) -> dict[str, Any]:
     if place.group:
         row |= vars(session.counts[place.group])
     return row
+
+
+def _without_feed_forward(block: Block, modules: list[str]) -> list[str]:
+    """What of these parts of a block, or of the block as a whole, is left to merge."""
+    parts = [site.part for site in block.sites] if modules == ["block"] else modules
+    return [part for part in parts if part != "ff"]
 
 
 def _regions(layout: Layout) -> str:
@@ -80,13 +92,14 @@ def _note(session: Session, place: Place, tokens: int | None, layout: Layout | N
         return "left alone"
     if tokens is None:
         return "not run yet"
+    few = f"left alone: under {session.config.ff_min_tokens} tokens"
     if layout is not None:
-        return ""
+        return f"feed-forward {few}" if tokens < session.config.ff_min_tokens else ""
     if session.apart:
         return f"left alone: {session.apart}"
     if tokens < session.config.min_tokens:
         return f"left alone: under {session.config.min_tokens} tokens"
-    return "resting at this step"
+    return few if place.group in session.layouts else "resting at this step"
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

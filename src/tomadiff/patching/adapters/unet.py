@@ -24,7 +24,13 @@ from tomadiff.patching.adapters.base import (
     read_timestep,
 )
 from tomadiff.patching.clock import Call
-from tomadiff.patching.hooks import MergeAround, MergeOnce, MergeSelfAttention, WeighKeys
+from tomadiff.patching.hooks import (
+    MergeAround,
+    MergeFeedForward,
+    MergeOnce,
+    MergeSelfAttention,
+    WeighKeys,
+)
 from tomadiff.patching.joint import MergeCached, UnmergeCached
 from tomadiff.patching.order import Arrange, Restore
 
@@ -103,12 +109,12 @@ def unet_block(name: str, block: BasicTransformerBlock, kind: str, stack: str = 
     sites = [Site(part, f"{name}.attn1", ((block.attn1, hook),))]
     if block.attn2 is not None:
         sites.append(Site("cross", f"{name}.attn2", ((block.attn2, CROSS_ATTENTION),)))
-    sites.append(Site("ff", f"{name}.ff", ((block.ff, MergeAround),)))
+    sites.append(Site("ff", f"{name}.ff", ((block.ff, MergeFeedForward),)))
     inside: list[tuple[nn.Module, HookMaker]] = []
     if not block.only_cross_attention:
         inside.append((block.attn1, WeighKeys))
     for attention in (block.attn1, block.attn2):
         if attention is not None:
-            inside += [(attention, UnmergeCached), (attention, MergeCached)]
+            inside += [(attention, UnmergeCached), (attention, partial(MergeCached, whole=True))]
     once = Site("block", name, ((block, MergeOnce), *inside))
     return Block(name, block, kind, tuple(sites), once, stack=stack)
