@@ -5,26 +5,27 @@ BIN := $(VENV)/bin
 
 .PHONY: demo test test-slow lint format clean
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+# The extra `demo`, or `dev`, of pyproject.toml.
+$(VENV)/.installed-%: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[$*]'
 	touch $@
 
-demo: $(VENV)/.installed  ## the main job: one picture with and without merging
+demo: $(VENV)/.installed-demo  ## the main job: one picture with and without merging
 	$(BIN)/tomadiff demo
 
-test: $(VENV)/.installed  ## all fast tests, with coverage
+test: $(VENV)/.installed-dev  ## all fast tests, with coverage
 	$(BIN)/pytest -n 2 --cov --cov-report=term-missing:skip-covered --cov-fail-under=95
 
-test-slow: $(VENV)/.installed  ## full-size models and long runs
+test-slow: $(VENV)/.installed-dev  ## full-size models and long runs
 	$(BIN)/pytest -m slow
 
-lint: $(VENV)/.installed
+lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check src tests
 	$(BIN)/ruff check src tests
 	$(BIN)/mypy
 
-format: $(VENV)/.installed
+format: $(VENV)/.installed-dev
 	$(BIN)/ruff format src tests
 	$(BIN)/ruff check --fix src tests
 

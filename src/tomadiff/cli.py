@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from pathlib import Path
@@ -36,6 +37,7 @@ def demo(
     ] = False,
 ) -> None:
     """Draw one prompt with the embedded models, with and without merging, side by side."""
+    _hush_libraries()
     from tomadiff.demo import captions, models
 
     console = Console()
@@ -62,6 +64,18 @@ def demo(
         raise typer.BadParameter(f"{out} is not the name of a picture; end it in .png", param_hint="--out")
     out.parent.mkdir(parents=True, exist_ok=True)
     _draw_side_by_side(console, prompt, names, steps, rounds, seed, out)
+
+
+def _hush_libraries() -> None:
+    """No bars for what loads in a second, nor words about optional parts that these commands do not use."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    from diffusers.utils import logging as of_diffusers
+    from transformers.utils import logging as of_transformers
+
+    for library in (of_diffusers, of_transformers):
+        library.set_verbosity_error()
+        library.disable_progress_bar()
 
 
 def _draw_side_by_side(
@@ -121,6 +135,7 @@ def flops(
     ] = None,
 ) -> None:
     """Count the operations of the real SDXL UNet with and without merging. Needs no weights and no GPU."""
+    _hush_libraries()
     import tomadiff
     from tomadiff.bench.shapes import sdxl_inputs, sdxl_unet
     from tomadiff.flops import count_flops
@@ -172,6 +187,7 @@ def bench(
     plot: Annotated[Path | None, typer.Option(help="Draw speed-up against ratio into this picture.")] = None,
 ) -> None:
     """Time methods against each other with the real shapes. Interrupt it, and it prints what it has."""
+    _hush_libraries()
     import torch
 
     from tomadiff.bench import report, versus
