@@ -40,9 +40,9 @@ class MergeConfig:
             (the original model) and "free" (the fastest there can be, with garbage pictures). The regions,
             tau, normalise, unmerge and ridge are toma's alone.
         select_region, select_size: where destinations are chosen: "tile" (size x size tokens), "stripe"
-            (size rows) or "global". A size below 1 is a share of the grid's shorter side, of two tokens at
-            least. Smaller is faster to plan. Every region keeps at least one token: tiles of 4 merge at most
-            15 of 16.
+            (size rows) or "global". A size below 1 is a share of the grid's shorter side, two tokens at
+            least and four at most. Smaller is faster to plan. Every region keeps at least one token: tiles of
+            4 merge at most 15 of 16.
         merge_region, merge_size: where tokens are averaged; not smaller than the selection's regions.
         tau: temperature of the weights. Small is a hard assignment.
         normalise: softmax over the "destinations" or over the "tokens".
@@ -278,8 +278,8 @@ _DIT = MergeConfig(
 )
 
 # New plans and weights more often than published: they came nearer to the unmerged pictures of `emoji-xl` at
-# equal cost. 8 x 8 tiles whatever the grid: tokens of a coarse grid differ more, and should merge with near
-# ones only. Whole stacks of blocks are as near as single modules, and cheaper. There is no text in their
+# equal cost. Tiles of 4, and smaller ones on coarse grids: their tokens differ more, and should merge with
+# near ones only. Whole stacks of blocks are as near as single modules, and cheaper. There is no text in their
 # self-attention to outweigh merged keys, so sizes make no difference.
 _UNET = MergeConfig(
     select_every=6, weights_every=2, select_size=0.125, merge_size=0.125, mode="stack", proportional=False

@@ -72,7 +72,9 @@ def test_selection_nests_in_merge_regions():
     assert ((rows.amax(1) - rows.amin(1)) == 3).all()
 
 
-@pytest.mark.parametrize(("grid", "tile"), [((64, 64), 64), ((32, 32), 16), ((16, 16), 4), ((4, 4), 4)])
+@pytest.mark.parametrize(
+    ("grid", "tile"), [((64, 64), 16), ((32, 32), 16), ((24, 24), 9), ((16, 16), 4), ((4, 4), 4)]
+)
 def test_a_size_below_one_is_a_share_of_the_grid(grid, tile):
     layout = make_layout((grid,), 0.5, ("tile", 0.125), ("tile", 0.125))
     assert {group.size for group in layout.groups} == {tile}

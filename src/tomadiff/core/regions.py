@@ -23,6 +23,10 @@ Grid = tuple[int, int]
 
 KINDS = ("tile", "stripe", "global")
 
+# Regions that are a share of the grid have as many tokens a side, at least and at most: planning takes time
+# that grows with the square of a region's tokens.
+SMALL = (2, 4)
+
 
 @dataclass(frozen=True)
 class Cells:
@@ -87,12 +91,13 @@ class Layout:
 
 
 def size_on(size: float, grid: Grid) -> int:
-    """How many tokens a side a region of this size has: a size below 1 is a share of the shorter side.
+    """How many tokens a side a region of this size has: a size below 1 is a share of the shorter side, within
+    `SMALL`.
 
-    >>> size_on(8, (64, 64)), size_on(0.125, (64, 64)), size_on(0.125, (68, 120)), size_on(0.125, (8, 8))
-    (8, 8, 9, 2)
+    >>> size_on(8, (64, 64)), size_on(0.125, (64, 64)), size_on(0.125, (24, 32)), size_on(0.125, (8, 8))
+    (8, 4, 3, 2)
     """
-    return int(size) if size >= 1 else max(2, math.ceil(size * min(grid)))
+    return int(size) if size >= 1 else min(max(SMALL[0], math.ceil(size * min(grid))), SMALL[1])
 
 
 def region_shape(kind: str, size: int, grid: Grid) -> Grid:

@@ -81,8 +81,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "tiles of 4": {"select_size": 4, "merge_size": 4},
     "tiles of 8": {"select_size": 8, "merge_size": 8},
     "tiles of 16": {"select_size": 16, "merge_size": 16},
-    "8 x 8 tiles": {"select_size": 0.125, "merge_size": 0.125},
-    "4 x 4 tiles": {"select_size": 0.25, "merge_size": 0.25},
     "tiles of 4, merged in tiles of 8": {"select_size": 4, "merge_size": 8},
     "tiles of 8, merged globally": {"select_size": 8, "merge_region": "global"},
     "tiles of 8, unmerge by copies": {"select_size": 8, "merge_size": 8, "unmerge": "transpose"},
