@@ -73,3 +73,15 @@ def test_unseen_glyphs_are_never_trained_on_and_are_no_subjects():
     assert 0 < len(unseen) < len(stems) / 8
     assert all(glyphs.point(row) != 0x1F405 for row in unseen.tolist())
     assert single_point("1f415-200d-1f9ba") is None
+
+
+def test_glyphs_that_differ_by_skin_tone_only_are_told_apart():
+    stems = [f"{hand:x}-1f3f{tone}" for hand in range(0x1F440, 0x1F460) for tone in "bcdef"]
+    glyphs = Glyphs([*stems, *(f"{point:x}" for point in range(0x1F600, 0x1F640))], torch.zeros(224, 4, 1, 1))
+    _, unseen = glyphs.autoencoder_rows()
+    unlike = set(glyphs.unlike_any_seen().tolist())
+    faces = {row for row in unseen.tolist() if row >= len(stems)}
+    hands = set(unseen.tolist()) - faces
+    assert faces
+    assert hands
+    assert unlike == faces

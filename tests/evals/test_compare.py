@@ -102,6 +102,15 @@ def test_defaults_that_leave_blocks_alone_stand_beside_ones_that_do_not():
         assert everything == {(0, 1.0, 0, 0)}
 
 
+@pytest.mark.parametrize("family", ["flux", "sdxl"])
+def test_a_peer_that_leaves_alone_what_the_defaults_do_stands_beside_them(family):
+    there = {entry.name: entry.make(0.75) for entry in reported(family) if entry.name.endswith("there")}
+    theirs, ours = there["ToMe there"], there["ToMA as ToMe there"]
+    assert (theirs.method, ours) == ("tome", preset(family, ratio=0.75))
+    for name in ("skip_first", "start", "end", "min_tokens", "ff_min_tokens"):
+        assert getattr(theirs, name) == getattr(ours, name)
+
+
 def test_command_writes_table_and_sheet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compare, "reported", lambda family: ENTRIES)
     files = ["--json", str(tmp_path / "q.json"), "--sheet", str(tmp_path / "q.png")]

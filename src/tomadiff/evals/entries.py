@@ -9,6 +9,8 @@ from typing import Any
 from tomadiff.config import PRESETS, MergeConfig, preset
 
 RATIOS = (0.25, 0.5, 0.75)
+# The settings that say where and when a family's defaults merge.
+PLACES = ("skip_first", "start", "end", "min_tokens", "ff_min_tokens")
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ def reported(family: str, ratios: tuple[float, ...] = RATIOS) -> list[Entry]:
     ToMe merges every module of every block, so its cost at a ratio is what everything else at that ratio is
     given. Defaults leave blocks or steps alone, and cannot always save as much, so our method merges
     everywhere as well. ToDo saves in attention only, and at few ratios: our method is put beside it at
-    ToDo's own cost.
+    ToDo's own cost. And so it is beside ToMe that leaves alone what our defaults do, at the most that ToMe
+    can save there.
     """
     entries = []
     for ratio in ratios:
@@ -55,10 +58,13 @@ def reported(family: str, ratios: tuple[float, ...] = RATIOS) -> list[Entry]:
     assert isinstance(todo, float)
     if todo not in ratios:
         return entries
+    places = {name: getattr(PRESETS[family], name) for name in PLACES}
     return [
         *entries,
         Entry("ToDo", todo, named("todo")),
         Entry("ToMA as ToDo", todo, named(family), f"ToDo-{todo:g}"),
+        Entry("ToMe there", 0.75, named("tome", **places)),
+        Entry("ToMA as ToMe there", 0.75, named(family), "ToMe-there-0.75"),
     ]
 
 
@@ -96,6 +102,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "half the ratio in the last third": {"ratio": lambda ratio: ((0.0, ratio), (0.67, ratio / 2))},
     "256 tokens: feed-forward merged too": {"ff_min_tokens": 0},
     "256 tokens: left alone": {"min_tokens": 512},
+    "the same, tiles of 8": {"min_tokens": 512, "select_size": 8, "merge_size": 8},
+    "the same, tiles of 16": {"min_tokens": 512, "select_size": 16, "merge_size": 16},
     "64 tokens: attention merged too": {"min_tokens": 64},
     "around every module": {"mode": "each"},
     "around whole blocks": {"mode": "once"},

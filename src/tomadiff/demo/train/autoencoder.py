@@ -172,6 +172,11 @@ def main() -> None:
             vae, glyphs.pictures[unseen], size, options.out / "autoencoder" / f"unseen-{size}.png"
         )
         print(f"{size} px: {value:.2f} dB over {len(unseen)} glyphs never seen")
+    unlike = glyphs.unlike_any_seen()
+    value = measure(vae, glyphs.pictures[unlike], size)
+    print(
+        f"{size} px: {value:.2f} dB over {len(unlike)} of them that are not one it saw with another skin tone"
+    )
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from ..captions import subjects
 PACKAGE = "@lobehub/fluent-emoji-3d@1.1.0"
 SIZE = 256
 UNSEEN_ONE_IN = 16
+SKIN_TONES = ("1f3fb", "1f3fc", "1f3fd", "1f3fe", "1f3ff")
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,13 @@ class Glyphs:
         seen = sorted(set(range(len(self.stems))) - set(unseen))
         return torch.tensor(seen), torch.tensor(unseen)
 
+    def unlike_any_seen(self) -> torch.Tensor:
+        """The rows that the autoencoder never sees, without those that differ from one it sees by skin tone
+        only."""
+        seen, unseen = self.autoencoder_rows()
+        known = {without_skin_tone(self.stems[index]) for index in seen.tolist()}
+        return torch.tensor([i for i in unseen.tolist() if without_skin_tone(self.stems[i]) not in known])
+
 
 def single_point(stem: str) -> int | None:
     """'1f405' or '1f405-fe0f' -> 0x1F405; anything of several code points -> None.
@@ -62,6 +70,14 @@ def single_point(stem: str) -> int | None:
     """
     points = [part for part in stem.split("-") if part != "fe0f"]
     return int(points[0], 16) if len(points) == 1 else None
+
+
+def without_skin_tone(stem: str) -> str:
+    """
+    >>> without_skin_tone("1f44b-1f3fd"), without_skin_tone("1f575-fe0f-200d-2640-fe0f")
+    ('1f44b', '1f575-200d-2640')
+    """
+    return "-".join(part for part in stem.split("-") if part not in ("fe0f", *SKIN_TONES))
 
 
 def fetch(folder: Path) -> Path:
