@@ -1,3 +1,6 @@
+import json
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -54,3 +57,18 @@ def test_distances_are_those_of_the_pictures_themselves():
     point, background = pairs[1]
     found = values[0, list(subjects()).index(point), backgrounds().index(background)]
     assert found.item() == pytest.approx(wanted.item(), rel=1e-3)
+
+
+def test_command_checks_weights_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    own = tmp_path / "own"
+    own.symlink_to(check.models.WEIGHTS / "emoji-xl")
+    out = tmp_path / "check.json"
+    options = ["--count", "2", "--steps", "1", "--json", str(out), "--folder"]
+    monkeypatch.setattr("sys.argv", ["check", "--model", "emoji-xl", *options, str(own)])
+    check.main()
+    report = json.loads(out.read_text())
+    assert (report["count"], report["steps"]) == (2, 1)
+    assert (report["subject"], report["background"]) == (1, 1)  # at the first step the caption alone draws
+    monkeypatch.setattr("sys.argv", ["check", "--model", "emoji-xl", *options, str(tmp_path)])
+    with pytest.raises(FileNotFoundError, match="no weights of emoji-xl"):
+        check.main()

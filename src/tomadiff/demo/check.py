@@ -108,6 +108,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=sorted(models.CALL), required=True)
+    parser.add_argument("--folder", type=Path, help="weights of your own training, as it exports them")
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--json", type=Path, help="write the score and every mistake to this file")
@@ -118,7 +119,8 @@ def main() -> None:
     call = models.CALL[options.model] | {"num_inference_steps": options.steps}
     seen: list[Seen] = []
     shown: list[torch.Tensor] = []
-    for pictures in models.draw(models.load(options.model), prompts, range(options.count), **call):
+    pipe = models.load(options.model, options.folder)
+    for pictures in models.draw(pipe, prompts, range(options.count), **call):
         seen += look(pictures, asked[len(seen) : len(seen) + len(pictures)])
         shown += pictures[: SHEET - len(shown)]
         print(f"\r{len(seen)} of {options.count}", end="", flush=True)

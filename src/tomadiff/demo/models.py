@@ -23,8 +23,10 @@ def available() -> tuple[str, ...]:
     return tuple(name for name in CALL if (WEIGHTS / name / "model_index.json").is_file())
 
 
-def load(name: str) -> DiffusionPipeline:
+def load(name: str, folder: Path | None = None) -> DiffusionPipeline:
     """An embedded model as an ordinary diffusers pipeline in float32, without a progress bar.
+
+    folder: weights to load in place of those of this installation, as training exports them
 
     >>> pipe = load("emoji-flux")
     >>> options = CALL["emoji-flux"] | {"num_inference_steps": 1}
@@ -33,9 +35,10 @@ def load(name: str) -> DiffusionPipeline:
     """
     if name not in CALL:
         raise ValueError(f"unknown model {name!r}; there are {', '.join(CALL)}")
-    if name not in available():
-        raise FileNotFoundError(f"the weights of {name} are not in this installation ({WEIGHTS / name})")
-    pipe = DiffusionPipeline.from_pretrained(WEIGHTS / name, dtype=torch.float32, local_files_only=True)
+    folder = WEIGHTS / name if folder is None else folder
+    if not (folder / "model_index.json").is_file():
+        raise FileNotFoundError(f"there are no weights of {name} in {folder}")
+    pipe = DiffusionPipeline.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
