@@ -52,7 +52,18 @@ def test_flops_counts_the_real_sdxl_unet():
     assert "2.13x" in saved("--set", "ff_min_tokens=0")
 
 
-def test_flops_refuses_settings_that_do_not_exist():
-    result = CliRunner().invoke(app, ["flops", "--set", "nonsense=1"])
+@pytest.mark.parametrize("command", [["flops"], ["bench", "sdxl-block-32"]])
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [("nonsense=1", "nonsense"), ("ratio=0.3", "what the rows differ in"), ("tau", "name=value")],
+)
+def test_settings_that_make_no_sense_are_refused(command, setting, message):
+    result = CliRunner().invoke(app, [*command, "--set", setting])
     assert result.exit_code == 2
-    assert "nonsense" in result.output
+    assert message in result.output
+
+
+def test_flops_refuses_settings_that_leave_nothing_to_merge():
+    result = CliRunner().invoke(app, ["flops", "--size", "64", "--set", "skip_first=99"])
+    assert result.exit_code == 2
+    assert "would merge nothing" in result.output
